@@ -3,8 +3,8 @@
     python tests/data/make_rope_goldens.py
 
 Needs torch and transformers (5.15.0 was used); the project itself needs neither.
-A case: `name`, `config` (the keys of a config.json that matter), `inv_freq` [D/2], `attention_factor`, `positions` [5], and
-`cos`, `sin` [5, D/2], which contain the attention factor already (transformers multiplies it in).
+A case: `name`, `config` (the keys of a config.json that matter), `inv_freq` [D/2], `attention_factor`, `positions` [5]
+and `cos`, `sin` [5, D/2], which contain the attention factor already (transformers multiplies it in).
 """
 
 import json
