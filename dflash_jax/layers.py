@@ -1,0 +1,122 @@
+"""Layers shared by targets and drafts: plain functions over parameter dicts, and their declarations."""
+
+from __future__ import annotations
+
+from typing import Any, Protocol
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax import Array
+
+from dflash_jax import axes
+from dflash_jax.config import RopeConfig, inverse_frequencies
+from dflash_jax.ops import dot, rms_norm
+from dflash_jax.params import Params, ParamSpec
+
+__all__ = [
+    "AttentionShape", "attention_specs", "dot", "layer_specs", "mlp_specs", "norm_spec", "project_out", "project_qkv",
+    "rms_norm", "rope_tables", "swiglu",
+]  # fmt: skip
+
+
+class AttentionShape(Protocol):
+    """What a target's and a draft's configuration share about their layers."""
+
+    @property
+    def hidden_size(self) -> int: ...
+    @property
+    def intermediate_size(self) -> int: ...
+    @property
+    def num_heads(self) -> int: ...
+    @property
+    def num_kv_heads(self) -> int: ...
+    @property
+    def group(self) -> int: ...
+    @property
+    def head_dim(self) -> int: ...
+    @property
+    def rms_norm_eps(self) -> float: ...
+    @property
+    def rope(self) -> RopeConfig: ...
+    @property
+    def attention_bias(self) -> bool: ...
+    @property
+    def qk_norm(self) -> bool: ...
+
+
+def rope_tables(rope: RopeConfig, head_dim: int, positions: Array) -> tuple[Array, Array]:
+    """cos and sin, float32 [..., D/2], of integer `positions` [...]; computed, so no table can run out."""
+    frequencies = inverse_frequencies(rope, head_dim)
+    angle = positions.astype(jnp.float32)[..., None] * np.asarray(frequencies)
+    scale = np.float32(rope.attention_scale)
+    return jnp.cos(angle) * scale, jnp.sin(angle) * scale
+
+
+def norm_spec(width: int, axis: str | None = axes.EMBED) -> ParamSpec:
+    return ParamSpec((width,), (axis,), "ones")
+
+
+def attention_specs(config: AttentionShape) -> dict[str, ParamSpec]:
+    """Declarations of one attention layer.
+
+    `qkv` [H, G, R+2, D] holds, for each key/value head, its R query heads, then key, then value: one
+    product for all three, and splitting G over devices splits them together.
+    """
+    hidden, kv, group, dim = config.hidden_size, config.num_kv_heads, config.group, config.head_dim
+    specs = {
+        "qkv": ParamSpec((hidden, kv, group + 2, dim), (axes.EMBED, axes.KV_HEADS, None, axes.HEAD_DIM)),
+        "o": ParamSpec((config.num_heads, dim, hidden), (axes.HEADS, axes.HEAD_DIM, axes.EMBED)),
+    }
+    if config.attention_bias:
+        specs["qkv_bias"] = ParamSpec((kv, group + 2, dim), (axes.KV_HEADS, None, axes.HEAD_DIM), "zeros")
+        specs["o_bias"] = ParamSpec((hidden,), (axes.EMBED,), "zeros")
+    if config.qk_norm:
+        specs["q_norm"] = norm_spec(dim, axes.HEAD_DIM)
+        specs["k_norm"] = norm_spec(dim, axes.HEAD_DIM)
+    return specs
+
+
+def mlp_specs(config: AttentionShape, bias: bool = False) -> dict[str, ParamSpec]:
+    """Declarations of one SwiGLU layer; `gate_up` [H, 2, F] is one product for both."""
+    hidden, ffn = config.hidden_size, config.intermediate_size
+    specs = {
+        "gate_up": ParamSpec((hidden, 2, ffn), (axes.EMBED, None, axes.FFN)),
+        "down": ParamSpec((ffn, hidden), (axes.FFN, axes.EMBED)),
+    }
+    if bias:
+        specs["gate_up_bias"] = ParamSpec((2, ffn), (None, axes.FFN), "zeros")
+        specs["down_bias"] = ParamSpec((hidden,), (axes.EMBED,), "zeros")
+    return specs
+
+
+def layer_specs(config: AttentionShape, mlp_bias: bool = False) -> dict[str, Any]:
+    """Declarations of one decoder layer."""
+    return {
+        "input_norm": norm_spec(config.hidden_size),
+        "attn": attention_specs(config),
+        "post_norm": norm_spec(config.hidden_size),
+        "mlp": mlp_specs(config, mlp_bias),
+    }
+
+
+def project_qkv(p: Params, x: Array) -> Array:
+    """The fused projection of x [S, B, H]: [S, B, G, R+2, D], before norms and rotation."""
+    y = dot(x, p["qkv"])
+    return y + p["qkv_bias"] if "qkv_bias" in p else y
+
+
+def project_out(p: Params, attended: Array) -> Array:
+    """attended [S, B, N, D] -> [S, B, H]."""
+    flat = attended.reshape(*attended.shape[:-2], -1)
+    y = dot(flat, p["o"].reshape(flat.shape[-1], -1))
+    return y + p["o_bias"] if "o_bias" in p else y
+
+
+def swiglu(p: Params, x: Array) -> Array:
+    """down(silu(gate·x) ⊙ up·x)."""
+    y = dot(x, p["gate_up"])  # [..., 2, F]
+    if "gate_up_bias" in p:
+        y = y + p["gate_up_bias"]
+    y = dot(jax.nn.silu(y[..., 0, :]) * y[..., 1, :], p["down"])
+    return y + p["down_bias"] if "down_bias" in p else y

@@ -1,0 +1,46 @@
+"""Placing arrays on a mesh by their logical axis names.
+
+One mesh axis, `tensor`, splits heads, feed-forward width and vocabulary; a mesh of one device places
+everything there through the same rules.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import jax
+import numpy as np
+from jax.sharding import Mesh, NamedSharding, PartitionSpec
+
+from dflash_jax import axes
+from dflash_jax.errors import UserError
+from dflash_jax.params import ParamSpec, map_specs
+
+TENSOR = "tensor"
+# Logical axis -> mesh axis. Axes not listed are replicated.
+RULES: dict[str, str] = {axes.KV_HEADS: TENSOR, axes.HEADS: TENSOR, axes.FFN: TENSOR, axes.VOCAB: TENSOR}
+
+
+def make_mesh(devices: Sequence[jax.Device] | None = None) -> Mesh:
+    """A one-axis mesh over `devices` (default: the first device only)."""
+    return Mesh(np.array(list(devices) if devices else jax.devices()[:1]), (TENSOR,))
+
+
+def sharding(mesh: Mesh, names: Sequence[str | None], shape: Sequence[int] | None = None) -> NamedSharding:
+    """The sharding of an array with these logical axis names; `shape` checks that the split is even."""
+    parts = [RULES.get(name) if name else None for name in names]
+    for part, name, size in zip(parts, names, shape or (), strict=False):
+        if part and size % mesh.shape[part]:
+            raise UserError(f"{name} of size {size} cannot be split evenly over {mesh.shape[part]} devices")
+    return NamedSharding(mesh, PartitionSpec(*parts))
+
+
+def spec_shardings(specs: Any, mesh: Mesh) -> Any:
+    """A tree of shardings in the structure of a spec tree."""
+    return map_specs(lambda spec: sharding(mesh, spec.axes, spec.shape), specs)
+
+
+def place(array: Any, spec: ParamSpec, mesh: Mesh) -> jax.Array:
+    """Put one parameter on its devices."""
+    return jax.device_put(array, sharding(mesh, spec.axes, spec.shape))

@@ -1,0 +1,89 @@
+"""What lives on the device between rounds: a frozen pytree, donated to every step that updates it.
+
+There are S request slots and one more, the padding slot (index S): a round over a bucket larger than the
+live requests points its spare rows there.  It is finished for ever and writes only to the padding page.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from jax import Array
+
+from dflash_jax.cache import Pool
+
+MAX_STOP_IDS = 16  # stop tokens a request may name; unused entries are −1, which no token equals
+
+
+@jax.tree_util.register_dataclass
+@dataclasses.dataclass(frozen=True)
+class DecodeState:
+    """Per-slot arrays have a leading axis S + 1.
+
+    bonus: newest emitted token, whose KV is not there yet; seq_len: tokens whose KV is committed, hence the
+    position of the bonus; limit: tokens the request may hold in all; finished; stop_ids [S+1, MAX_STOP_IDS];
+    page_table [S+1, W] (page 0 where nothing is reserved); kv: the target's pool; draft: the drafter's state.
+    """
+
+    bonus: Array
+    seq_len: Array
+    limit: Array
+    finished: Array
+    stop_ids: Array
+    page_table: Array
+    kv: Pool
+    draft: Any
+
+    @property
+    def num_slots(self) -> int:
+        """S: request slots, the padding slot not counted."""
+        return self.bonus.shape[0] - 1
+
+
+def init_state(num_slots: int, pages_per_slot: int, kv: Pool, draft: Any) -> DecodeState:
+    """All slots empty and finished."""
+    n = num_slots + 1
+    return DecodeState(
+        bonus=jnp.zeros(n, jnp.int32),
+        seq_len=jnp.zeros(n, jnp.int32),
+        limit=jnp.zeros(n, jnp.int32),
+        finished=jnp.ones(n, bool),
+        stop_ids=jnp.full((n, MAX_STOP_IDS), -1, jnp.int32),
+        page_table=jnp.zeros((n, pages_per_slot), jnp.int32),
+        kv=kv,
+        draft=draft,
+    )
+
+
+@jax.tree_util.register_dataclass
+@dataclasses.dataclass(frozen=True)
+class Live:
+    """The rows of one round, gathered from their slots: every array has a leading axis S = rows of the bucket.
+
+    `seq_len` of a row that is not live is 0, so that it reads no committed token.
+    """
+
+    slots: Array
+    bonus: Array
+    seq_len: Array
+    limit: Array
+    live: Array
+    stop_ids: Array
+    page_table: Array
+
+
+def gather(state: DecodeState, slots: Array) -> Live:
+    """The rows that `slots` int32 [S] name."""
+    live = ~state.finished[slots]
+    return Live(
+        slots=slots,
+        bonus=state.bonus[slots],
+        seq_len=jnp.where(live, state.seq_len[slots], 0),
+        limit=state.limit[slots],
+        live=live,
+        stop_ids=state.stop_ids[slots],
+        page_table=state.page_table[slots],
+    )

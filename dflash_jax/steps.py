@@ -1,0 +1,223 @@
+"""The speculative step, as in the paper: draft a block, verify it, accept, publish, commit.
+
+Pure functions over `Weights` and `DecodeState`; `compiled` jits them with the state donated.  Each can be
+called alone; `decode_round` is the whole round as one function.  Axis letters as in `axes`.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from jax import Array
+
+from dflash_jax.config import TargetConfig
+from dflash_jax.drafters import Drafter, Weights
+from dflash_jax.models import FAMILIES, Hidden, Rows, head_weight
+from dflash_jax.ops import BROKEN, LENGTH, RUNNING, STOP, XLA, Accepted, Kernels, greedy_tokens, token_locations
+from dflash_jax.state import DecodeState, Live, gather
+
+
+@dataclasses.dataclass(frozen=True)
+class StepConfig:
+    """All that is static in a step: one compilation for each value and each shape of its arguments."""
+
+    target: TargetConfig
+    drafter: Drafter
+    page_size: int
+    kernels: Kernels = XLA
+
+
+def prepare(config: StepConfig, live: Live, block: int) -> Rows:
+    """The rows [bonus, MASK × (B−1)] of a block, at positions seq_len … seq_len + B − 1."""
+    ids, positions, locations = config.kernels.prepare_block(
+        live.bonus, live.seq_len, live.live, live.page_table,
+        block=block, mask_id=config.drafter.mask_id, page_size=config.page_size,
+    )  # fmt: skip
+    return Rows(ids, positions, locations, live.page_table, live.seq_len, config.kernels)
+
+
+def draft(config: StepConfig, weights: Weights, state: DecodeState, rows: Rows) -> Rows:
+    """The rows with the drafter's proposals int32 [S, B−1] after the bonus."""
+    proposed = config.drafter.draft(weights, state.draft, rows)
+    return dataclasses.replace(rows, ids=jnp.concatenate([rows.ids[:, :1], proposed], axis=1))
+
+
+def verify(config: StepConfig, weights: Weights, state: DecodeState, rows: Rows) -> tuple[Array, Hidden]:
+    """The target over the block, causally: float32 logits [S, B, V] of every row, and taps with KV written."""
+    forward = FAMILIES[config.target.family].forward
+    hidden = forward(weights.target, config.target, rows, state.kv, config.drafter.taps)
+    return config.kernels.head_logits(hidden.last, head_weight(weights.target)), hidden
+
+
+def accept(config: StepConfig, live: Live, rows: Rows, logits: Array) -> Accepted:
+    """How many rows are kept, the tokens they emit, and what ends the request."""
+    tokens, broken = greedy_tokens(logits)
+    return config.kernels.accept_bonus(
+        rows.ids, tokens, broken, live.seq_len, live.limit, live.stop_ids, live.live
+    )
+
+
+def publish(state: DecodeState, live: Live, accepted: Accepted) -> tuple[DecodeState, Array]:
+    """Carry lengths and tokens on, and pack what the host reads: int32 [S, B+2] = commit_len, finish, tokens."""
+    slots = live.slots
+    new = dataclasses.replace(
+        state,
+        bonus=state.bonus.at[slots].set(jnp.where(live.live, accepted.bonus, live.bonus)),
+        # A row that is not live keeps its length: `live.seq_len` was zeroed for reading only.
+        seq_len=state.seq_len.at[slots].add(accepted.commit_len),
+        finished=state.finished.at[slots].set(~live.live | (accepted.finish != RUNNING)),
+    )
+    return new, jnp.concatenate([accepted.commit_len[:, None], accepted.finish[:, None], accepted.tokens], axis=1)
+
+
+def commit(
+    config: StepConfig, weights: Weights, state: DecodeState, rows: Rows, taps: Array, commit_len: Array
+) -> DecodeState:
+    """Let the drafter absorb the committed rows; all others are sent to the padding page."""
+    kept = jnp.arange(rows.ids.shape[1]) < commit_len[:, None]
+    locations = jnp.where(kept, rows.locations, rows.locations % config.page_size)
+    rows = dataclasses.replace(rows, locations=locations)
+    return dataclasses.replace(state, draft=config.drafter.absorb(weights, state.draft, taps, rows))
+
+
+def decode_round(
+    config: StepConfig, block: int, weights: Weights, state: DecodeState, slots: Array
+) -> tuple[DecodeState, Array]:
+    """One whole round over the rows `slots` int32 [S] (padding slot where there are fewer requests).
+
+    Returns the new state and the packed result of `publish`.
+    """
+    live = gather(state, slots)
+    rows = draft(config, weights, state, prepare(config, live, block))
+    logits, hidden = verify(config, weights, state, rows)
+    state = dataclasses.replace(state, kv=hidden.pool)
+    accepted = accept(config, live, rows, logits)
+    state, packed = publish(state, live, accepted)
+    return commit(config, weights, state, rows, hidden.taps, accepted.commit_len), packed
+
+
+@jax.tree_util.register_dataclass
+@dataclasses.dataclass(frozen=True)
+class PrefillBatch:
+    """Chunks of prompts, one a row, padded to a bucket of T tokens.
+
+    tokens int32 [S, T]; slots, start, length int32 [S]: tokens[:length] go to positions start …; last bool
+    [S]: the chunk ends its prompt, so the row yields the first token.
+    """
+
+    tokens: Array
+    slots: Array
+    start: Array
+    length: Array
+    last: Array
+
+
+def prefill(
+    config: StepConfig, weights: Weights, state: DecodeState, batch: PrefillBatch
+) -> tuple[DecodeState, Array]:
+    """Verify and commit a chunk of each prompt, target and draft KV alike.
+
+    Returns the state and int32 [S, 3] = (1 if a token was emitted, finish, token).
+    """
+    rows = _chunk_rows(config, state, batch)
+    forward = FAMILIES[config.target.family].forward
+    hidden = forward(weights.target, config.target, rows, state.kv, config.drafter.taps)
+    at = jnp.maximum(batch.length - 1, 0)[:, None, None]
+    final = jnp.take_along_axis(hidden.last, at, axis=1)  # [S, 1, H]
+    logits = config.kernels.head_logits(final, head_weight(weights.target))[:, 0]
+    state = dataclasses.replace(state, kv=hidden.pool)
+    state = dataclasses.replace(state, draft=config.drafter.absorb(weights, state.draft, hidden.taps, rows))
+    return _first_token(state, batch, logits)
+
+
+def _chunk_rows(config: StepConfig, state: DecodeState, batch: PrefillBatch) -> Rows:
+    offsets = jnp.arange(batch.tokens.shape[1], dtype=jnp.int32)
+    positions = batch.start[:, None] + offsets
+    table = state.page_table[batch.slots]
+    locations = token_locations(table, positions, offsets < batch.length[:, None], config.page_size)
+    return Rows(batch.tokens, positions, locations, table, batch.start, config.kernels, prefill=True)
+
+
+def _first_token(state: DecodeState, batch: PrefillBatch, logits: Array) -> tuple[DecodeState, Array]:
+    """Carry on from the chunk: lengths advance; a last chunk sets the bonus and may finish the request."""
+    token, broken = greedy_tokens(logits)
+    slots, end = batch.slots, batch.start + batch.length
+    stop = (token[:, None] == state.stop_ids[slots]).any(axis=1)
+    finish = jnp.where(stop, STOP, jnp.where(end + 1 >= state.limit[slots], LENGTH, RUNNING))
+    finish = jnp.where(batch.last, jnp.where(broken, BROKEN, finish), RUNNING).astype(jnp.int32)
+    emitted = batch.last & ~broken
+    done = jnp.where(batch.last, finish != RUNNING, state.finished[slots])
+    new = dataclasses.replace(
+        state,
+        bonus=state.bonus.at[slots].set(jnp.where(emitted, token, state.bonus[slots])),
+        seq_len=state.seq_len.at[slots].set(jnp.where(batch.length > 0, end, state.seq_len[slots])),
+        finished=state.finished.at[slots].set(done),
+    )
+    packed = jnp.stack([emitted.astype(jnp.int32), finish, jnp.where(emitted, token, 0)], axis=1)
+    return new, packed
+
+
+@jax.tree_util.register_dataclass
+@dataclasses.dataclass(frozen=True)
+class Admission:
+    """Slots given to new requests: slots, limit int32 [S]; stop_ids [S, MAX_STOP_IDS]; page_table [S, W]."""
+
+    slots: Array
+    limit: Array
+    stop_ids: Array
+    page_table: Array
+
+
+def admit(state: DecodeState, new: Admission) -> DecodeState:
+    """(Re)initialise slots.  They stay finished, so that no round touches them, until their prefill ends."""
+    slots = new.slots
+    return dataclasses.replace(
+        state,
+        bonus=state.bonus.at[slots].set(0),
+        seq_len=state.seq_len.at[slots].set(0),
+        limit=state.limit.at[slots].set(new.limit),
+        finished=state.finished.at[slots].set(True),
+        stop_ids=state.stop_ids.at[slots].set(new.stop_ids),
+        page_table=state.page_table.at[slots].set(new.page_table),
+    )
+
+
+def extend(state: DecodeState, updates: Array) -> DecodeState:
+    """Enter pages in tables: updates int32 [U, 3] = (slot, index, page); spare rows name the padding slot."""
+    table = state.page_table.at[updates[:, 0], updates[:, 1]].set(updates[:, 2])
+    return dataclasses.replace(state, page_table=table)
+
+
+def finish(state: DecodeState, slots: Array) -> DecodeState:
+    """Host stop: these slots commit nothing from the next round on."""
+    return dataclasses.replace(state, finished=state.finished.at[slots].set(True))
+
+
+class Steps:
+    """The steps compiled for one `StepConfig`: the state is donated, so its buffers are updated in place.
+
+    `decode_round(block, weights, state, slots)`, `prefill(weights, state, batch)`, `admit(state, new)`,
+    `extend(state, updates)`, `finish(state, slots)`.  Each is traced once for each shape of its arguments;
+    `traces` counts by name.
+    """
+
+    def __init__(self, config: StepConfig):
+        self.config = config
+        self.traces: dict[str, int] = {}
+        self.decode_round = self._jit(functools.partial(decode_round, config), "decode_round", static=(0,), donate=2)
+        self.prefill = self._jit(functools.partial(prefill, config), "prefill", donate=1)
+        self.admit = self._jit(admit, "admit", donate=0)
+        self.extend = self._jit(extend, "extend", donate=0)
+        self.finish = self._jit(finish, "finish", donate=0)
+
+    def _jit(self, function: Any, name: str, *, donate: int, static: tuple[int, ...] = ()) -> Any:
+        def counted(*args: Any) -> Any:
+            self.traces[name] = self.traces.get(name, 0) + 1
+            return function(*args)
+
+        counted.__name__ = name  # the name that profiles and compiled text show
+        return jax.jit(counted, static_argnums=static, donate_argnums=(donate,))
