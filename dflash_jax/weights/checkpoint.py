@@ -13,10 +13,12 @@ from dflash_jax.errors import UserError
 from dflash_jax.models import FAMILIES
 from dflash_jax.models.dflash import draft_specs, with_injection
 from dflash_jax.params import Params
+from dflash_jax.weights.gguf_config import gguf_target
+from dflash_jax.weights.gguf_source import GgufSource
 from dflash_jax.weights.hub import local_path
 from dflash_jax.weights.loader import load_params
 from dflash_jax.weights.sources import TensorSource, open_safetensors
-from dflash_jax.weights.tables import Table, draft_table, hf_target_table
+from dflash_jax.weights.tables import Table, draft_table, gguf_target_table, hf_target_table
 
 
 @dataclasses.dataclass(frozen=True)
@@ -47,6 +49,10 @@ class DraftCheckpoint:
 def open_target(path_or_id: str | Path) -> TargetCheckpoint:
     """Open a Hugging Face folder, a hub id or a `.gguf` file.  Reads headers and configuration only."""
     path = local_path(path_or_id)
+    if path.is_file() and path.suffix == ".gguf":
+        source = GgufSource(path)
+        config, family = gguf_target(source)
+        return TargetCheckpoint(config, source, gguf_target_table(config, family.gguf_permuted), path, str(path_or_id))
     _need_folder(path, "a target is a folder with config.json or a .gguf file")
     generation = path / "generation_config.json"
     raw = read_json(_config_file(path))
