@@ -18,7 +18,7 @@ def shipped_folder(installed: str, checkout: str) -> Path | None:
 
 
 def _is_checkout(root: Path) -> bool:
-    """The neighbours of an installed package are other people's folders; only our own pyproject.toml makes them ours."""
+    """Our own pyproject.toml is there; the neighbours of an installed package are other people's folders."""
     project = root / "pyproject.toml"
     return project.is_file() and 'name = "dflash-jax"' in project.read_text(encoding="utf-8", errors="replace")
 

@@ -69,13 +69,15 @@ def _folder(backend: str) -> Path:
     name = _folder_name(backend)
     folder = shipped_folder(f"kernels/{name}", name)
     if folder is None:
-        raise UserError(f"this installation of dflash_jax has no {backend} kernels (dflash_jax/kernels/{name} is missing)")
+        raise UserError(f"this installation of dflash_jax has no {backend} kernels: dflash_jax/kernels/{name} is missing")
     return folder
 
 
 def _import_folder(name: str, folder: Path) -> ModuleType:
     spec = importlib.util.spec_from_file_location(
-        name, folder / "__init__.py", submodule_search_locations=[str(folder)]
+        name,
+        folder / "__init__.py",
+        submodule_search_locations=[str(folder)],
     )
     if spec is None or spec.loader is None:
         raise UserError(f"{folder}: not a Python package")
