@@ -113,7 +113,7 @@ def test_an_editable_install_exposes_only_dflash_jax(tmp_path):
 
 @pytest.mark.parametrize("name", ["triton_kernels", "pallas_kernels"])
 def test_our_folder_refuses_its_public_name(name):
-    """With the checkout itself on sys.path our folder would shadow a package of that name: say so, do not break later."""
+    """With the checkout itself on sys.path our folder would shadow a package of that name, so it says so."""
     with pytest.raises(AssertionError, match=f"this '{name}' is a folder of the dflash_jax repository"):
         run("-c", f"import {name}", cwd=ROOT)
 

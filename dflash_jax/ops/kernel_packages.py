@@ -69,7 +69,7 @@ def _folder(backend: str) -> Path:
     name = _folder_name(backend)
     folder = shipped_folder(f"kernels/{name}", name)
     if folder is None:
-        raise UserError(f"this installation of dflash_jax has no {backend} kernels: dflash_jax/kernels/{name} is missing")
+        raise UserError(f"this installation has no {backend} kernels: dflash_jax/kernels/{name} is missing")
     return folder
 
 
