@@ -1,0 +1,1 @@
+"""Tests of tokenizers, chat templates and incremental decoding. No JAX, no network."""
