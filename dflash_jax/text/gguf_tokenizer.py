@@ -14,8 +14,8 @@ import tokenizers
 from tokenizers import AddedToken, decoders, models
 
 from dflash_jax.errors import UserError
+from dflash_jax.text.parts import TokenizerParts
 from dflash_jax.text.pretokenizers import Family, family_named
-from dflash_jax.text.tokenizer import TokenizerParts
 
 T = TypeVar("T")
 
@@ -58,6 +58,11 @@ class _Fields:
 
     def error(self, key: str, what: str) -> UserError:
         return UserError(f"{self.source}: {_KEY}{key} {what}")
+
+
+def has_tokenizer(fields: Mapping[str, object]) -> bool:
+    """Whether the file describes a tokenizer of any kind; models of raw ids say "none" or nothing."""
+    return fields.get(_KEY + "model") not in (None, "none", "no_vocab")
 
 
 def parts_from_metadata(fields: Mapping[str, object], source: str) -> TokenizerParts:

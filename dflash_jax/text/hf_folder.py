@@ -14,7 +14,7 @@ import tokenizers
 from tokenizers import AddedToken
 
 from dflash_jax.errors import UserError
-from dflash_jax.text.tokenizer import TokenizerParts
+from dflash_jax.text.parts import TokenizerParts
 
 _MAIN = "tokenizer.json"
 _CONFIG = "tokenizer_config.json"
@@ -34,7 +34,8 @@ def read_folder(folder: Path) -> TokenizerParts:
     backend = _backend(folder)
     config = _config(folder)
     named = {name: _token(config[name], f"{folder}: {name}", True) for name in _NAMED if config.get(name) is not None}
-    _add_missing_tokens(backend, _listed_tokens(folder, config), list(named.values()))
+    special = [*named.values(), *_unnamed_tokens(folder, config)]
+    _add_missing_tokens(backend, _listed_tokens(folder, config), special)
     texts = {name: token.content for name, token in named.items()}
     return TokenizerParts(
         backend=backend,
@@ -104,26 +105,28 @@ def _token(value: object, where: str, special: bool) -> AddedToken:
     raise UserError(f"{where} is {value!r:.80}, neither a string nor an object with content")
 
 
-def _add_missing_tokens(backend: tokenizers.Tokenizer, listed: list[AddedToken], named: list[AddedToken]) -> None:
-    """Added tokens that the config knows and tokenizer.json does not, or knows with other flags."""
+def _add_missing_tokens(backend: tokenizers.Tokenizer, listed: list[AddedToken], special: list[AddedToken]) -> None:
+    """Added tokens that the config knows and tokenizer.json does not, or knows with other flags.
+
+    New ones get the next free ids, in Hugging Face's order: listed, named, unnamed.
+    """
     present = {repr(token) for token in backend.get_added_tokens_decoder().values()}
     backend.add_tokens([token for token in listed if repr(token) not in present])
     texts = {token.content for token in backend.get_added_tokens_decoder().values()}
-    backend.add_tokens([token for token in named if token.content not in texts])
+    backend.add_tokens([token for token in special if token.content not in texts])
 
 
 def _listed_tokens(folder: Path, config: dict) -> list[AddedToken]:
-    """`added_tokens_decoder` in the order of its ids, then the unnamed special tokens."""
+    """`added_tokens_decoder` in the order of its ids."""
     where = f"{folder / _CONFIG}: added_tokens_decoder"
     decoder = config.get("added_tokens_decoder") or {}
     if not isinstance(decoder, dict) or not all(key.isdecimal() for key in decoder):
         raise UserError(f"{where} is not an object whose keys are token ids")
-    tokens = [_token(decoder[key], f"{where}[{key}]", special=False) for key in sorted(decoder, key=int)]
-    known = {token.content for token in tokens}
-    return tokens + [token for token in _unnamed_tokens(folder, config) if token.content not in known]
+    return [_token(decoder[key], f"{where}[{key}]", special=False) for key in sorted(decoder, key=int)]
 
 
 def _unnamed_tokens(folder: Path, config: dict) -> list[AddedToken]:
+    """Special tokens without a role, under the old key and the new one."""
     tokens = []
     for key in ("additional_special_tokens", "extra_special_tokens"):
         values = config.get(key) or []

@@ -7,31 +7,14 @@ metadata of a GGUF file. Both give the ids of the model's original tokenizer.
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
 from functools import cached_property
 from pathlib import Path
 
-import tokenizers
-
 from dflash_jax.errors import UserError
-
-
-@dataclass(frozen=True)
-class TokenizerParts:
-    """What a reader (folder or GGUF) found.
-
-    special_tokens: template name ("bos_token", "eos_token", ...) to the token's text.
-    frame: ids put before and after a prompt; None leaves that to the backend's post-processor.
-    clean_up: spaces before punctuation are removed from decoded text.
-    """
-
-    backend: tokenizers.Tokenizer
-    source: str
-    special_tokens: Mapping[str, str] = field(default_factory=dict)
-    eos_token_ids: tuple[int, ...] = ()
-    chat_templates: Mapping[str, str] = field(default_factory=dict)
-    frame: tuple[tuple[int, ...], tuple[int, ...]] | None = None
-    clean_up: bool = False
+from dflash_jax.text.gguf_metadata import read_gguf_metadata
+from dflash_jax.text.gguf_tokenizer import has_tokenizer, parts_from_metadata
+from dflash_jax.text.hf_folder import has_tokenizer_files, read_folder
+from dflash_jax.text.parts import TokenizerParts
 
 
 class Tokenizer:
@@ -46,22 +29,16 @@ class Tokenizer:
     @classmethod
     def from_folder(cls, path: str | Path) -> Tokenizer:
         """From a Hugging Face folder; UserError when a file is missing or wrong."""
-        from dflash_jax.text.hf_folder import read_folder
-
         return cls(read_folder(Path(path)))
 
     @classmethod
     def from_gguf(cls, path: str | Path) -> Tokenizer:
         """From a GGUF file's metadata; UserError when its tokenizer is not byte-level BPE of a known family."""
-        from dflash_jax.text.gguf_metadata import read_gguf_metadata
-
         return cls.from_gguf_metadata(read_gguf_metadata(path), source=str(path))
 
     @classmethod
     def from_gguf_metadata(cls, fields: Mapping[str, object], source: str = "GGUF metadata") -> Tokenizer:
         """From GGUF key-value pairs given as plain Python values."""
-        from dflash_jax.text.gguf_tokenizer import parts_from_metadata
-
         return cls(parts_from_metadata(fields, source))
 
     def encode(self, text: str, add_special_tokens: bool = True) -> list[int]:
@@ -79,7 +56,7 @@ class Tokenizer:
 
     def decode(self, ids: Sequence[int], skip_special_tokens: bool = True) -> str:
         """Text of `ids`; bytes that form no character become U+FFFD, ids outside the vocabulary nothing."""
-        text = self.backend.decode(list(ids), skip_special_tokens=skip_special_tokens)
+        text = self.backend.decode([int(i) for i in ids], skip_special_tokens=skip_special_tokens)
         return clean_up_spaces(text) if self.cleans_up else text
 
     def id_to_token(self, token_id: int) -> str | None:
@@ -146,15 +123,14 @@ class Tokenizer:
 
 
 def load_tokenizer(path: str | Path) -> Tokenizer | None:
-    """The tokenizer of a model folder or GGUF file; None for a folder without tokenizer files."""
-    from dflash_jax.text.hf_folder import has_tokenizer_files
-
+    """The tokenizer of a model folder or GGUF file; None where the model comes without one."""
     path = Path(path)
     if path.is_dir():
         return Tokenizer.from_folder(path) if has_tokenizer_files(path) else None
-    if path.is_file():
-        return Tokenizer.from_gguf(path)
-    raise UserError(f"{path}: no such model folder or GGUF file")
+    if not path.is_file():
+        raise UserError(f"{path}: no such model folder or GGUF file")
+    fields = read_gguf_metadata(path)
+    return Tokenizer.from_gguf_metadata(fields, source=str(path)) if has_tokenizer(fields) else None
 
 
 CLEAN_UPS = (

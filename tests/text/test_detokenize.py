@@ -13,7 +13,8 @@ from tokenizers import AddedToken, decoders
 
 from dflash_jax.text import IncrementalDetokenizer, Tokenizer
 from dflash_jax.text import detokenize as subject
-from dflash_jax.text.tokenizer import TokenizerParts, clean_up_spaces
+from dflash_jax.text.parts import TokenizerParts
+from dflash_jax.text.tokenizer import clean_up_spaces
 
 from . import tiny
 

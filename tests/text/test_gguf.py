@@ -193,3 +193,8 @@ def test_paths_that_are_not_there(tmp_path: Path) -> None:
 def test_load_tokenizer_takes_the_file(backend: tokenizers.Tokenizer, tmp_path: Path) -> None:
     loaded = load_tokenizer(tiny.write_gguf(tmp_path / "x.gguf", tiny.metadata(backend)))
     assert loaded is not None and loaded.encode("the sky") == backend.encode("the sky").ids
+
+
+@pytest.mark.parametrize("fields", [{"general.name": "x"}, {"tokenizer.ggml.model": "none"}])
+def test_a_file_without_a_tokenizer_has_none(tmp_path: Path, fields: dict[str, object]) -> None:
+    assert load_tokenizer(tiny.write_gguf(tmp_path / "x.gguf", fields)) is None
