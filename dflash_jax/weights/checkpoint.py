@@ -17,6 +17,7 @@ from dflash_jax.weights.gguf_config import gguf_target
 from dflash_jax.weights.gguf_source import GgufSource
 from dflash_jax.weights.hub import local_path
 from dflash_jax.weights.loader import load_params
+from dflash_jax.weights.orbax_cache import load_cached
 from dflash_jax.weights.sources import TensorSource, open_safetensors
 from dflash_jax.weights.tables import Table, draft_table, gguf_target_table, hf_target_table
 
@@ -68,16 +69,36 @@ def open_draft(path_or_id: str | Path, target: TargetConfig) -> DraftCheckpoint:
     return DraftCheckpoint(config, open_safetensors(path), draft_table(config), path, str(path_or_id))
 
 
-def load_target(checkpoint: TargetCheckpoint, dtype: Any, mesh: Mesh, progress: bool = False) -> Params:
-    """The target's parameters in `dtype` on `mesh`; see `load_params` for memory and errors."""
+def load_target(
+    checkpoint: TargetCheckpoint, dtype: Any, mesh: Mesh, progress: bool = False, cache_dir: Path | None = None
+) -> Params:
+    """The target's parameters in `dtype` on `mesh`; see `load_params` for memory and errors.
+
+    With `cache_dir` the converted weights are kept there and read back the next time.
+    """
     specs = FAMILIES[checkpoint.config.family].specs(checkpoint.config)
-    return load_params(specs, checkpoint.table, checkpoint.source, dtype, mesh, progress)
+    return _load(checkpoint, specs, dtype, mesh, progress, cache_dir)
 
 
-def load_draft(checkpoint: DraftCheckpoint, dtype: Any, mesh: Mesh, progress: bool = False) -> Params:
-    """The draft's parameters in `dtype` on `mesh`, with the joined key/value projections that serving uses."""
-    params = load_params(draft_specs(checkpoint.config), checkpoint.table, checkpoint.source, dtype, mesh, progress)
+def load_draft(
+    checkpoint: DraftCheckpoint, dtype: Any, mesh: Mesh, progress: bool = False, cache_dir: Path | None = None
+) -> Params:
+    """The draft's parameters as in `load_target`, and the joined key/value projections that serving uses."""
+    params = _load(checkpoint, draft_specs(checkpoint.config), dtype, mesh, progress, cache_dir)
     return with_injection(params, checkpoint.config)
+
+
+def _load(
+    checkpoint: TargetCheckpoint | DraftCheckpoint,
+    specs: Any,
+    dtype: Any,
+    mesh: Mesh,
+    progress: bool,
+    cache_dir: Path | None,
+) -> Params:
+    if cache_dir is None:
+        return load_params(specs, checkpoint.table, checkpoint.source, dtype, mesh, progress)
+    return load_cached(cache_dir, specs, checkpoint.table, checkpoint.source, dtype, mesh, progress)
 
 
 def _need_folder(path: Path, meaning: str) -> None:
