@@ -70,6 +70,12 @@ def test_other_decoders_pieces_are_the_whole(
     assert "".join(pieces(tokenizer, calls, skip)) == tokenizer.decode(ids, skip)
 
 
+def test_what_is_stripped_at_the_start_stays_inside() -> None:
+    """A window that began with a lone space would lose the next one too."""
+    tokenizer = made("two spaces off")
+    assert list(pieces(tokenizer, [[12], [5], [12], [12], [5]])) == ["", "run", " ", " ", "run", ""]
+
+
 @given(ids=st.lists(st.sampled_from([*range(3, 259), 259, 263]), max_size=25), seed=st.integers(0, 99))
 def test_runs_of_byte_tokens(ids: list[int], seed: int) -> None:
     """One bad byte turns its whole run into replacement signs, whatever was valid before it."""
