@@ -51,6 +51,6 @@ def test_an_error_inside_is_not_hidden_and_counting_stops(no_retrace):
 def test_strict_settings():
     assert len(jax.devices("cpu")) == 2
     with pytest.raises(ValueError, match="promotion"):
-        jnp.ones(2, jnp.float32) + jnp.ones(2, jnp.int32)
+        jnp.add(jnp.ones(2, jnp.float32), jnp.ones(2, jnp.int32))
     with pytest.raises(ValueError, match="rank"):
-        jnp.ones((2, 2)) + jnp.ones(2)
+        jnp.add(jnp.ones((2, 2)), jnp.ones(2))

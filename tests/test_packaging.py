@@ -7,6 +7,7 @@ import os
 import subprocess
 import sys
 import zipfile
+from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
@@ -141,7 +142,7 @@ KERNELS = {
 
 
 @pytest.fixture
-def checkout(tmp_path, monkeypatch) -> Path:
+def checkout(tmp_path, monkeypatch) -> Iterator[Path]:
     """A checkout of its own, with kernels that work and kernels that do not."""
     plant(tmp_path, KERNELS)
     monkeypatch.setattr(places, "PACKAGE", tmp_path / "dflash_jax")
