@@ -1,0 +1,224 @@
+"""The two loops: launch and read, or launch the next before reading the last. Both give the same tokens.
+
+Not thread-safe: one thread calls `add`, `abort` and `step`.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+
+from dflash_jax.engine.metrics import EngineMetrics, MetricsRecorder
+from dflash_jax.engine.protocol import Pending, PrefillRow, RowResult, Runner
+from dflash_jax.engine.request import Request
+from dflash_jax.engine.scheduler import DecodeBatch, PrefillBatch, Row, Scheduler, SchedulerConfig
+
+OnTokens = Callable[[Request, Sequence[int]], bool]
+"""Sees every request's new tokens, already appended to its output; True stops the request (a stop string was found).
+
+Before it returns True it may call `request.drop_tail(n)` to take back the n tokens after the one that completed the
+stop string; then the output does not depend on the block size. It may be called for a request that has just finished
+by itself: True then makes the reason "length" a "stop".
+"""
+
+ChooseBlock = Callable[[Sequence[Request]], int]
+"""The width of the next round, 1 … runner.block_size, from the requests in it. Must not matter for the output."""
+
+
+@dataclass(frozen=True, slots=True)
+class Update:
+    """A request's new tokens of one step; none for one that an error ended."""
+
+    request: Request
+    tokens: list[int]
+
+
+@dataclass(frozen=True, slots=True)
+class Launch:
+    """What is in flight. Rows name requests and seats, since a slot may have a new owner by the time they land."""
+
+    rows: list[Row]
+    pending: Pending
+    block_size: int  # 0 for prefill
+
+
+class Loop:
+    """Drives a `Runner` by a `Scheduler`, one launch a step."""
+
+    def __init__(
+        self,
+        runner: Runner,
+        config: SchedulerConfig | None = None,
+        *,
+        overlap: bool = True,
+        on_tokens: OnTokens | None = None,
+        choose_block: ChooseBlock | None = None,
+        clock: Callable[[], float] = time.perf_counter,
+    ):
+        self.runner = runner
+        self.scheduler = Scheduler(config or SchedulerConfig.of(runner))
+        self.overlap = overlap
+        self.recorder = MetricsRecorder(runner.block_size)
+        self._on_tokens = on_tokens
+        self._choose_block = choose_block
+        self._clock = clock
+        self._in_flight: Launch | None = None
+        self._stopped: list[int] = []  # slots the host stopped since the last launch
+
+    # -- requests ------------------------------------------------------------------------------------------------
+
+    def add(self, request: Request) -> None:
+        """Queue a request; UserError for one that could never be served."""
+        self.scheduler.add(request)
+
+    def abort(self, request_id: str) -> bool:
+        """End a request in any phase with reason "abort"; False if none of that id is waiting or running."""
+        request = self.scheduler.requests.get(request_id)
+        if request is None:
+            return False
+        self._end(request, "abort")
+        self.recorder.finished(request)
+        return True
+
+    @property
+    def has_work(self) -> bool:
+        return self._in_flight is not None or self.scheduler.has_work
+
+    def metrics(self) -> EngineMetrics:
+        return self.recorder.snapshot(self.scheduler)
+
+    # -- the loops -----------------------------------------------------------------------------------------------
+
+    def step(self) -> list[Update]:
+        """One launch at most; returns the requests that got tokens or ended, in the order of their launch."""
+        if not self.has_work:
+            return []
+        updates = self._step_overlapped() if self.overlap else self._step_plain()
+        if not self.has_work:
+            self.scheduler.integrity()
+        return updates
+
+    def _step_plain(self) -> list[Update]:
+        return self._digest(self._launch_next())
+
+    def _step_overlapped(self) -> list[Update]:
+        last, self._in_flight = self._in_flight, self._launch_next()
+        return self._digest(last)
+
+    # -- launch --------------------------------------------------------------------------------------------------
+
+    def _launch_next(self) -> Launch | None:
+        if self._stopped:  # before a new request is admitted to one of these slots
+            self.runner.finish(self._stopped)
+            self._stopped = []
+        for request in self.scheduler.admit():
+            self._admit(request)
+        batch = self.scheduler.next_batch(idle=self._in_flight is None)
+        if isinstance(batch, PrefillBatch):
+            return self._launch_prefill(batch)
+        if isinstance(batch, DecodeBatch):
+            return self._launch_decode(batch)
+        if self._in_flight is None and self.scheduler.has_work:
+            raise RuntimeError(f"nothing can run: {self.metrics()}")
+        return None
+
+    def _admit(self, request: Request) -> None:
+        seat = request.seat
+        if seat is None:
+            raise RuntimeError(f"request {request.request_id} was admitted without a seat")
+        self.runner.admit(
+            seat.slot,
+            prompt_len=len(request.prompt_ids),
+            limit_tokens=request.limit_tokens,
+            pages=tuple(seat.pages),
+            stop_ids=request.stop_ids,
+            sampling=request.sampling,
+        )
+
+    def _launch_prefill(self, batch: PrefillBatch) -> Launch:
+        rows = [
+            PrefillRow(row.seat.slot, row.seat.tokens[row.start : row.start + row.length], row.start, row.last)
+            for row in batch.rows
+        ]
+        return Launch(batch.rows, self.runner.prefill(rows), block_size=0)
+
+    def _launch_decode(self, batch: DecodeBatch) -> Launch:
+        if batch.new_pages:
+            self.runner.extend(batch.new_pages)
+        block_size = self._block_size([row.request for row in batch.rows])
+        pending = self.runner.decode([row.seat.slot for row in batch.rows], block_size)
+        return Launch(batch.rows, pending, block_size)
+
+    def _block_size(self, live: Sequence[Request]) -> int:
+        if self._choose_block is None:
+            return self.runner.block_size
+        block_size = self._choose_block(live)
+        if not 1 <= block_size <= self.runner.block_size:
+            raise RuntimeError(f"choose_block returned {block_size}, not in 1 … {self.runner.block_size}")
+        return block_size
+
+    # -- digest --------------------------------------------------------------------------------------------------
+
+    def _digest(self, launch: Launch | None) -> list[Update]:
+        """Read a launch: first all bookkeeping, then the callbacks, so that a callback that raises loses no page."""
+        if launch is None:
+            return []
+        results = launch.pending.result()
+        if len(results) != len(launch.rows):
+            raise RuntimeError(f"the device returned {len(results)} rows for a launch of {len(launch.rows)}")
+        self.recorder.launched(launch.block_size)
+        pairs = zip(launch.rows, results, strict=True)
+        updates = [Update(row.request, res.tokens) for row, res in pairs if self._digest_row(launch, row, res)]
+        return [self._report(update) for update in updates]
+
+    def _digest_row(self, launch: Launch, row: Row, result: RowResult) -> bool:
+        """Book one row; True if there is something to report. What a stopped request still produced is dropped."""
+        if not self.scheduler.landed(row):
+            return False
+        is_round = launch.block_size > 0
+        told = bool(result.tokens or result.finish_reason)
+        if told != (is_round or row.last):
+            name = row.request.request_id
+            raise RuntimeError(f"request {name}: {result} from {'a round' if is_round else f'prefill {row.last=}'}")
+        if not is_round:
+            self.recorder.prefilled(row.length)
+            self.scheduler.prefilled(row, broken=result.finish_reason == "error")
+        if told:
+            self._take(row.request, result, launch.block_size)
+        return told
+
+    def _take(self, request: Request, result: RowResult, block_size: int) -> None:
+        now_s = self._clock()
+        if result.tokens:
+            if request.first_token_s is None:
+                self.recorder.first_token(now_s - request.arrival_s)
+            request.take(result.tokens, is_round=block_size > 0, now_s=now_s)
+            if block_size:
+                self.recorder.round(block_size, len(result.tokens))
+        if result.finish_reason:
+            self.scheduler.finish(request, result.finish_reason, now_s)
+
+    def _report(self, update: Update) -> Update:
+        request = update.request
+        kept = self._show(update) if update.tokens else []
+        self.recorder.generated(len(kept))
+        if request.finished and request.finish_reason != "abort":
+            self.recorder.finished(request)
+        return Update(request, kept)
+
+    def _show(self, update: Update) -> list[int]:
+        """The callback's turn; returns the tokens it left."""
+        request = update.request
+        stop = self._on_tokens is not None and self._on_tokens(request, update.tokens)
+        if stop and not request.finished:
+            self._end(request, "stop")
+        elif stop and request.finish_reason == "length":
+            request.finish_reason = "stop"
+        return update.tokens[: request.newest]
+
+    def _end(self, request: Request, reason: str) -> None:
+        """The host's stop. The round in flight still runs; its surplus tokens are dropped when it lands."""
+        slot = self.scheduler.finish(request, reason, self._clock())
+        if slot is not None:
+            self._stopped.append(slot)

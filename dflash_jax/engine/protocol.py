@@ -1,0 +1,111 @@
+"""What the host side asks of the device: the one seam between plain Python and JAX.
+
+Everything handed to a `Runner` runs on the device in the order of the calls. Words: `seq_len` counts the tokens of
+a slot whose KV is committed; the newest emitted token (the bonus) has no KV yet and sits at position `seq_len`.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Protocol
+
+
+@dataclass(frozen=True, slots=True)
+class PrefillRow:
+    """One slot's share of a prefill launch: `tokens` stand at positions start, start+1, …
+
+    After the row `seq_len` is start + len(tokens). Rows before `start` are either from an earlier chunk or from shared
+    pages of a prefix hit, so the first row of a slot may have start > 0. `last` yields the next token.
+    """
+
+    slot: int
+    tokens: Sequence[int]
+    start: int
+    last: bool
+
+
+@dataclass(frozen=True, slots=True)
+class RowResult:
+    """What one row of a launch emitted.
+
+    Prefill: one token for a last chunk, none otherwise. Decode: accepted drafts, then the bonus, cut by stop ids and
+    limit. A row that was finished before the launch has no tokens. `finish_reason` is "stop", "length", None, or
+    "error" where the logits are not finite: then there may be no token, and the row's KV is not to be trusted.
+    """
+
+    tokens: list[int]
+    finish_reason: str | None
+
+
+class Pending(Protocol):
+    """The results of a launch, on their way to the host."""
+
+    def result(self) -> list[RowResult]:
+        """Wait for the copy that the launch started; rows in the order of the launch."""
+        ...
+
+
+class Runner(Protocol):
+    """Device state of `num_slots` slots over `num_pages` pages, page 0 being padding.
+
+    block_size: the widest round; prefill_chunk: tokens of the widest prefill row; max_prefill_rows: rows of a launch.
+    """
+
+    @property
+    def num_slots(self) -> int: ...
+
+    @property
+    def page_size(self) -> int: ...
+
+    @property
+    def num_pages(self) -> int: ...
+
+    @property
+    def pages_per_slot(self) -> int: ...
+
+    @property
+    def block_size(self) -> int: ...
+
+    @property
+    def prefill_chunk(self) -> int: ...
+
+    @property
+    def max_prefill_rows(self) -> int: ...
+
+    def admit(
+        self,
+        slot: int,
+        *,
+        prompt_len: int,
+        limit_tokens: int,
+        pages: Sequence[int],
+        stop_ids: Sequence[int],
+        sampling: object,
+    ) -> None:
+        """Initialise a slot, whatever it held before: its table is `pages`, then the padding page.
+
+        prompt_len: the request's own prompt; a resumed request prefills beyond it (the rest counts as output).
+        limit_tokens: prompt and output together; the token that reaches it ends the request with "length".
+        """
+        ...
+
+    def extend(self, updates: Sequence[tuple[int, int, int]]) -> None:
+        """Put pages into tables: (slot, index in its table, page)."""
+        ...
+
+    def prefill(self, rows: Sequence[PrefillRow]) -> Pending:
+        """Write target and draft KV of the rows' tokens; at most `max_prefill_rows` rows of `prefill_chunk` tokens."""
+        ...
+
+    def decode(self, slots: Sequence[int], block_size: int) -> Pending:
+        """One round of the slots. Writes target KV at seq_len … seq_len+block_size−1, past the table to page 0.
+
+        The round that finishes a row still writes the target and draft KV of the tokens it commits: the host
+        caches full pages of committed tokens. Rows finished before the launch write to page 0 only.
+        """
+        ...
+
+    def finish(self, slots: Sequence[int]) -> None:
+        """The host stopped these slots: their rows count as finished from the next launch on."""
+        ...
