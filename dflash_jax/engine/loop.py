@@ -174,7 +174,7 @@ class Loop:
 
     def _digest_row(self, launch: Launch, row: Row, result: RowResult) -> bool:
         """Book one row; True if there is something to report. What a stopped request still produced is dropped."""
-        if not self.scheduler.landed(row):
+        if not self.scheduler.landed(row, broken=result.finish_reason == "error"):
             return False
         is_round = launch.block_size > 0
         told = bool(result.tokens or result.finish_reason)
@@ -183,7 +183,7 @@ class Loop:
             raise RuntimeError(f"request {name}: {result} from {'a round' if is_round else f'prefill {row.last=}'}")
         if not is_round:
             self.recorder.prefilled(row.length)
-            self.scheduler.prefilled(row, broken=result.finish_reason == "error")
+            self.scheduler.prefilled(row)
         if told:
             self._take(row.request, result, launch.block_size)
         return told

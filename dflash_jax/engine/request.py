@@ -34,6 +34,7 @@ class Seat:
     done: int  # tokens whose prefill is known to have run
     in_flight: int = 0  # launches that include the seat and are not digested
     closed: bool = False  # its request left: results are dropped, pages go once nothing is in flight
+    broken: bool = False  # the device reported an error: the KV in these pages is not to be trusted
 
 
 @dataclass(eq=False, slots=True)

@@ -189,18 +189,23 @@ class Scheduler:
 
     # -- results -------------------------------------------------------------------------------------------------
 
-    def landed(self, row: Row) -> bool:
-        """A launch with this row was read. False: the request has left the seat and the result must be dropped."""
-        row.seat.in_flight -= 1
-        if row.seat.closed and not row.seat.in_flight:
-            self._release(row.request, row.seat)
-        return not row.seat.closed
+    def landed(self, row: Row, *, broken: bool = False) -> bool:
+        """A launch with this row was read. False: the request has left the seat and the result must be dropped.
 
-    def prefilled(self, row: Row, *, broken: bool = False) -> None:
-        """The chunk of a landed prefill row is committed: its full pages can be found, unless it is broken."""
+        broken: the device reported an error, so the KV of the seat is not to be trusted.
+        """
+        seat = row.seat
+        seat.in_flight -= 1
+        seat.broken |= broken
+        if seat.closed and not seat.in_flight:
+            self._release(row.request, seat)
+        return not seat.closed
+
+    def prefilled(self, row: Row) -> None:
+        """The chunk of a landed prefill row is committed: its full pages can be found from now on."""
         seat = row.seat
         seat.done = row.start + row.length
-        if not broken:
+        if not seat.broken:
             self.cache.insert(seat.tokens, seat.pages, seat.chain, seat.done, row.request.cache_salt)
 
     def finish(self, request: Request, reason: str, now_s: float) -> int | None:
@@ -209,13 +214,13 @@ class Scheduler:
         The slot is free at once; the pages when nothing in flight can write to them.
         """
         slot = request.seat.slot if request.seat else None
-        request.finish_reason = reason  # first: it decides whether the pages are kept
-        request.finish_s = now_s
         if request.seat:
             self._leave_seat(request)
         else:
             self.waiting.remove(request)
         request.phase = Phase.FINISHED
+        request.finish_reason = reason
+        request.finish_s = now_s
         del self.requests[request.request_id]
         return slot
 
@@ -326,8 +331,7 @@ class Scheduler:
 
     def _release(self, request: Request, seat: Seat) -> None:
         """Committed full pages stay in the cache, the rest is free."""
-        broken = request.finish_reason == "error"
-        if not broken:
+        if not seat.broken:
             committed = seat.done if seat.done < len(seat.tokens) else request.num_tokens - 1
             tokens = request.tokens()
             self.cache.insert(tokens, seat.pages, seat.chain, committed, request.cache_salt, leaving=True)
@@ -336,7 +340,7 @@ class Scheduler:
                 self.pool.release(page)
         self.cache.drop(seat.chain)
         self.seats.remove(seat)
-        if broken:  # nobody knows which of its pages are sound, and others must not find them
+        if seat.broken:  # nobody knows which of its pages are sound, and others must not find them
             self.cache.clear()
 
 

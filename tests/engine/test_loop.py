@@ -311,6 +311,17 @@ def test_a_broken_request_ends_alone_and_its_pages_are_not_found(overlap, breaks
     assert_nothing_leaks(loop)
 
 
+def test_a_launch_that_breaks_after_its_request_was_stopped_leaves_no_pages():
+    loop = make_loop(FakeRunner())
+    request = make_request("a", Script(range(20), [0], breaks_at=24), 20)
+    loop.add(request)
+    while len(request.output_ids) < 4:
+        loop.step()
+    assert loop.abort("a") and len(loop.scheduler.cache) == 5  # the round that would give token 24 is in flight
+    run(loop)
+    assert request.finish_reason == "abort" and len(loop.scheduler.cache) == 0
+
+
 @both
 @pytest.mark.parametrize("steps", range(12))
 def test_abort_in_every_phase(overlap, steps):

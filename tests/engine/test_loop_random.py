@@ -30,6 +30,13 @@ class Client:
     stop_pair: tuple[int, int] | None
     streamed: list[int]
 
+    @property
+    def breaks(self) -> bool:
+        """Whether the solo run gets as far as the token whose computation fails."""
+        script = self.request.sampling
+        assert isinstance(script, Script)
+        return script.breaks_at is not None and script.breaks_at < len(script.prompt) + len(self.solo.tokens)
+
 
 class Mix:
     """One seed's engine and clients."""
@@ -59,6 +66,8 @@ class Mix:
         solo = solo_run(
             script, new, block_size=self.block_size, stop_ids=stop_ids, max_model_len=TABLE_TOKENS, stop_pair=pair
         )
+        if pair is None and rng.random() < 0.05:
+            script.breaks_at = len(prompt) + rng.randrange(20)
         ignore = rng.random() < 0.5
         request = make_request(
             name,
@@ -139,7 +148,9 @@ class Mix:
         request, solo = client.request, client.solo
         assert client.streamed == request.output_ids
         assert sum(request.accept_lengths) <= max(0, len(request.output_ids) - 1)
-        if request.finish_reason == "abort":
+        if request.finish_reason == "abort" or client.breaks:
+            TALLY[f"ended by {request.finish_reason}"] += 1
+            assert request.finish_reason in ("abort", "error")
             assert request.output_ids == solo.tokens[: len(request.output_ids)]
             return
         assert (request.output_ids, request.finish_reason) == (solo.tokens, solo.finish_reason)
@@ -165,6 +176,13 @@ def test_the_mixes_met_what_they_are_for():
     """Runs after the mixes above; alone it makes its own."""
     if not TALLY:
         test_random_mixes(0)
-    for event in ("aborted waiting", "aborted prefilling", "aborted running", "preemptions", "hit tokens"):
+    for event in (
+        "aborted waiting",
+        "aborted prefilling",
+        "aborted running",
+        "ended by error",
+        "preemptions",
+        "hit tokens",
+    ):
         assert TALLY[event] > 0, f"no {event} in {dict(TALLY)}"
     assert TALLY["acceptance compared"] > TALLY["requests"] / 10
