@@ -84,12 +84,12 @@ def read_draft(where: str, config: Mapping[str, Any], target: TargetConfig) -> D
         known = ", ".join(sorted(DFLASH_KEYS))
         raise UserError(f"{where}: dflash_config has unknown keys {', '.join(unknown)} (known: {known})")
     reader = Reader(where, inner, config)
-    version = _version(where, config)
+    version = _version(reader)
     layers = reader.integer("num_hidden_layers")
     types = layer_types(reader, config, layers)
     window = sliding_window(reader)
     heads = reader.integer("num_attention_heads")
-    cap = reader.get("final_logit_softcapping", None)
+    cap = reader.optional_number("final_logit_softcapping")
     draft = DraftConfig(
         version=version,
         vocab_size=reader.integer("vocab_size"),
@@ -99,7 +99,7 @@ def read_draft(where: str, config: Mapping[str, Any], target: TargetConfig) -> D
         num_heads=heads,
         num_kv_heads=reader.integer("num_key_value_heads", heads),
         head_dim=reader.integer("head_dim", 128),
-        rms_norm_eps=reader.number("rms_norm_eps", 1e-6),
+        rms_norm_eps=reader.number("rms_norm_eps", 1e-6, low=0),
         rope=read_rope(where, config, reader.integer("max_position_embeddings", 32768)),
         taps=_taps(reader, target, layers),
         block_size=reader.integer("block_size", 16, low=2),
@@ -109,7 +109,7 @@ def read_draft(where: str, config: Mapping[str, Any], target: TargetConfig) -> D
         attention_bias=reader.flag("attention_bias", False),
         input_embedding_scale=reader.number("input_embedding_scale", 1.0),
         output_multiplier=reader.number("output_multiplier", 1.0),
-        logit_softcap=None if cap is None or float(cap) <= 0 else float(cap),
+        logit_softcap=cap if cap and cap > 0 else None,
         conv=_conv(reader) if version == 2 else None,
         selector=_selector(reader) if version == 2 else None,
     )
@@ -117,14 +117,13 @@ def read_draft(where: str, config: Mapping[str, Any], target: TargetConfig) -> D
     return draft
 
 
-def _version(where: str, config: Mapping[str, Any]) -> int:
-    names = config.get("architectures") or []
+def _version(reader: Reader) -> int:
+    names = reader.strings("architectures")
     for name in names:
         if name in ARCHITECTURES:
             return ARCHITECTURES[name]
-    raise UserError(
-        f"{where}: architectures {names!r} is not a draft this version knows (known: {', '.join(ARCHITECTURES)})"
-    )
+    found, known = ", ".join(names) or "(none)", ", ".join(ARCHITECTURES)
+    raise UserError(f"{reader.where}: architecture {found} is not a draft that this version knows (known: {known})")
 
 
 def default_taps(num_target_layers: int, num_draft_layers: int) -> tuple[int, ...]:

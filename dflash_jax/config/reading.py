@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import math
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
@@ -39,10 +40,12 @@ class Reader:
             raise UserError(f"{self.where}: {key} must be an integer of at least {low}, not {value!r}")
         return value
 
-    def number(self, key: str, default: Any = _MISSING) -> float:
+    def number(self, key: str, default: Any = _MISSING, *, low: float = -math.inf) -> float:
         value = self.get(key, default)
-        if isinstance(value, bool) or not isinstance(value, (int, float)):
+        if isinstance(value, bool) or not isinstance(value, (int, float)) or not math.isfinite(value):
             raise UserError(f"{self.where}: {key} must be a number, not {value!r}")
+        if value < low:
+            raise UserError(f"{self.where}: {key} must be at least {low:g}, not {value!r}")
         return float(value)
 
     def flag(self, key: str, default: Any = _MISSING) -> bool:
@@ -50,6 +53,15 @@ class Reader:
         if not isinstance(value, bool):
             raise UserError(f"{self.where}: {key} must be true or false, not {value!r}")
         return value
+
+    def optional_number(self, key: str) -> float | None:
+        return None if self.get(key, None) is None else self.number(key)
+
+    def strings(self, key: str) -> tuple[str, ...]:
+        value = self.get(key, ())
+        if isinstance(value, str) or not isinstance(value, Sequence) or not all(isinstance(v, str) for v in value):
+            raise UserError(f"{self.where}: {key} must be a list of names, not {value!r}")
+        return tuple(value)
 
     def integers(self, key: str, default: Any = _MISSING) -> tuple[int, ...]:
         value = self.get(key, default)

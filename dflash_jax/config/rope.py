@@ -45,31 +45,26 @@ def read_rope(where: str, config: Mapping[str, Any], max_position: int) -> RopeC
     for name, value in (("rope_parameters", new), ("rope_scaling", old)):
         if value is not None and not isinstance(value, Mapping):
             raise UserError(f"{where}: {name} must be an object, not {value!r}")
-    scopes = [_normal(scope) for scope in (new, old) if scope]
     _refuse_per_layer(where, new)
+    scopes = [spelt for scope in (new, old) if scope for spelt in _spellings(scope)]
     top = {k: config[k] for k in ("rope_theta", "original_max_position_embeddings") if k in config}
     reader = Reader(f"{where}: rope", *scopes, top)
     kind = reader.get("rope_type", "default")
     if kind not in KINDS:
         raise UserError(f"{where}: rope type {kind!r} is not supported (supported: {', '.join(KINDS)})")
-    if float(Reader(where, *scopes, config).get("partial_rotary_factor", 1.0)) != 1.0:
-        raise UserError(f"{where}: partial_rotary_factor {config.get('partial_rotary_factor')!r} is not supported")
-    theta = reader.number("rope_theta", 10000.0)
-    if not theta > 0:
-        raise UserError(f"{where}: rope_theta must be above 0, not {theta!r}")
+    partial = Reader(where, *scopes, config).number("partial_rotary_factor", 1.0)
+    if partial != 1.0:
+        raise UserError(f"{where}: partial_rotary_factor {partial!r} is not supported")
+    theta = _above_zero(reader, "rope_theta", 10000.0)
     if kind == "default":
         return RopeConfig(theta=theta)
     original = reader.integer("original_max_position_embeddings", max_position)
     return _SCALED[kind](reader, RopeConfig(theta=theta, kind=kind, original_max_position=original), max_position)
 
 
-def _normal(scope: Mapping[str, Any]) -> dict[str, Any]:
-    """One spelling: the oldest configs say `type` for `rope_type`."""
-    values = dict(scope)
-    old = values.pop("type", None)
-    if old is not None:
-        values.setdefault("rope_type", old)
-    return values
+def _spellings(scope: Mapping[str, Any]) -> tuple[Mapping[str, Any], ...]:
+    """The oldest configs say `type` for `rope_type`: a scope of its own, so that the two must agree."""
+    return scope, {"rope_type": scope.get("type")}
 
 
 def _refuse_per_layer(where: str, new: Mapping[str, Any] | None) -> None:
@@ -82,6 +77,13 @@ def _factor(reader: Reader) -> float:
     if not factor >= 1.0:
         raise UserError(f"{reader.where}: factor must be at least 1, not {factor!r}")
     return factor
+
+
+def _above_zero(reader: Reader, key: str, default: float) -> float:
+    value = reader.number(key, default)
+    if not value > 0:
+        raise UserError(f"{reader.where}: {key} must be above 0, not {value!r}")
+    return value
 
 
 def _linear(reader: Reader, rope: RopeConfig, max_position: int) -> RopeConfig:
@@ -97,15 +99,17 @@ def _llama3(reader: Reader, rope: RopeConfig, max_position: int) -> RopeConfig:
 
 def _yarn(reader: Reader, rope: RopeConfig, max_position: int) -> RopeConfig:
     factor = _factor(reader) if reader.get("factor", None) is not None else max_position / rope.original_max_position
-    scale = reader.get("attention_factor", None)
+    if rope.theta <= 1:
+        raise UserError(f"{reader.where}: rope_theta must be above 1 for yarn, not {rope.theta!r}")
+    scale = reader.optional_number("attention_factor")
     if scale is None:
         scale = _yarn_scale(factor, reader.number("mscale", 0.0), reader.number("mscale_all_dim", 0.0))
     return dataclasses.replace(
         rope,
         factor=factor,
-        beta_fast=reader.number("beta_fast", 32.0),
-        beta_slow=reader.number("beta_slow", 1.0),
-        attention_scale=float(scale),
+        beta_fast=_above_zero(reader, "beta_fast", 32.0),
+        beta_slow=_above_zero(reader, "beta_slow", 1.0),
+        attention_scale=scale,
         truncate=reader.flag("truncate", True),
     )
 

@@ -52,7 +52,7 @@ class TargetConfig:
 def read_target(where: str, config: Mapping[str, Any], generation: Mapping[str, Any] | None = None) -> TargetConfig:
     """A target's configuration from Hugging Face `config.json` (and `generation_config.json`) contents."""
     reader = Reader(where, config)
-    family = _family(where, config)
+    family = _family(reader)
     _refuse_variants(where, config)
     heads = reader.integer("num_attention_heads")
     hidden = reader.integer("hidden_size")
@@ -70,7 +70,7 @@ def read_target(where: str, config: Mapping[str, Any], generation: Mapping[str, 
             num_kv_heads=reader.integer("num_key_value_heads", heads),
             # Hugging Face's own defaults where the key is absent: Qwen3 says 128, Llama divides.
             head_dim=reader.integer("head_dim", 128 if family == "qwen3" else max(1, hidden // heads)),
-            rms_norm_eps=reader.number("rms_norm_eps", 1e-6),
+            rms_norm_eps=reader.number("rms_norm_eps", 1e-6, low=0),
             rope=read_rope(where, config, max_position),
             max_position=max_position,
             tied=reader.flag("tie_word_embeddings", False),
@@ -78,28 +78,30 @@ def read_target(where: str, config: Mapping[str, Any], generation: Mapping[str, 
             mlp_bias=reader.flag("mlp_bias", False) if family == "llama" else False,
             windows=layer_windows(reader, config, layers) if family == "qwen3" else (),
             eos_token_ids=eos_ids(where, generation, config),
-            bos_token_id=config.get("bos_token_id"),
+            bos_token_id=reader.integer("bos_token_id", low=0) if config.get("bos_token_id") is not None else None,
         ),
     )
 
 
-def _family(where: str, config: Mapping[str, Any]) -> str:
-    names = config.get("architectures") or []
+def _family(reader: Reader) -> str:
+    names, model_type = reader.strings("architectures"), reader.get("model_type", None)
     for name in names:
         if name in FAMILIES:
             return FAMILIES[name]
-    if not names and config.get("model_type") in FAMILIES.values():
-        return str(config["model_type"])
-    found = ", ".join(map(str, names)) or f"model_type {config.get('model_type')!r}"
-    raise UserError(f"{where}: architecture {found} is not supported as a target (supported: {', '.join(FAMILIES)})")
+    if not names and model_type in FAMILIES.values():
+        return model_type
+    found = ", ".join(names) or f"model_type {model_type!r}"
+    known = ", ".join(FAMILIES)
+    raise UserError(f"{reader.where}: architecture {found} is not supported as a target (supported: {known})")
 
 
 def _refuse_variants(where: str, config: Mapping[str, Any]) -> None:
     act = config.get("hidden_act", "silu")
     if act not in ("silu", "swish"):
         raise UserError(f"{where}: hidden_act {act!r} is not supported (supported: silu)")
-    if config.get("quantization_config"):
-        method = config["quantization_config"].get("quant_method", "unknown")
+    quantization = config.get("quantization_config")
+    if quantization:
+        method = quantization.get("quant_method") if isinstance(quantization, Mapping) else quantization
         raise UserError(f"{where}: quantization_config ({method}) is not supported; use the unquantised or a GGUF file")
 
 
@@ -150,7 +152,7 @@ def eos_ids(where: str, *sources: Mapping[str, Any] | None) -> tuple[int, ...]:
         if value is None:
             continue
         ids = value if isinstance(value, list) else [value]
-        if not all(type(i) is int for i in ids):
-            raise UserError(f"{where}: eos_token_id must be an integer or a list of them, not {value!r}")
+        if not all(type(i) is int and i >= 0 for i in ids):
+            raise UserError(f"{where}: eos_token_id must be a token id or a list of them, not {value!r}")
         return tuple(dict.fromkeys(ids))
     return ()
