@@ -12,7 +12,7 @@ import jax.numpy as jnp
 from jax.sharding import Mesh
 
 from dflash_jax import axes
-from dflash_jax.layers import AttentionShape
+from dflash_jax.config import AttentionShape
 from dflash_jax.sharding import sharding
 
 Pool = tuple[jax.Array, ...]
@@ -23,13 +23,13 @@ def pool_shape(config: AttentionShape, num_pages: int, page_size: int) -> tuple[
     return (num_pages, 2, config.num_kv_heads, page_size, config.head_dim)
 
 
-def page_bytes(config: Any, page_size: int, dtype: Any) -> int:
+def page_bytes(config: AttentionShape, page_size: int, dtype: Any) -> int:
     """Bytes of one page over all layers."""
     per_layer = 2 * config.num_kv_heads * page_size * config.head_dim
     return config.num_layers * per_layer * jnp.dtype(dtype).itemsize
 
 
-def make_pool(config: Any, num_pages: int, page_size: int, dtype: Any, mesh: Mesh) -> Pool:
+def make_pool(config: AttentionShape, num_pages: int, page_size: int, dtype: Any, mesh: Mesh) -> Pool:
     """A zeroed pool of all layers, each array made in place on its devices."""
     shape = pool_shape(config, num_pages, page_size)
     where = sharding(mesh, POOL_AXES, shape)

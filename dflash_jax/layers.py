@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import Any, Protocol
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -10,39 +10,14 @@ import numpy as np
 from jax import Array
 
 from dflash_jax import axes
-from dflash_jax.config import RopeConfig, inverse_frequencies
+from dflash_jax.config import AttentionShape, RopeConfig, inverse_frequencies
 from dflash_jax.ops import dot, rms_norm
 from dflash_jax.params import Params, ParamSpec
 
 __all__ = [
-    "AttentionShape", "attention_specs", "dot", "layer_specs", "mlp_specs", "norm_spec", "project_out", "project_qkv",
+    "attention_specs", "dot", "layer_specs", "mlp_specs", "norm_spec", "project_out", "project_qkv",
     "rms_norm", "rope_tables", "swiglu",
 ]  # fmt: skip
-
-
-class AttentionShape(Protocol):
-    """What a target's and a draft's configuration share about their layers."""
-
-    @property
-    def hidden_size(self) -> int: ...
-    @property
-    def intermediate_size(self) -> int: ...
-    @property
-    def num_heads(self) -> int: ...
-    @property
-    def num_kv_heads(self) -> int: ...
-    @property
-    def group(self) -> int: ...
-    @property
-    def head_dim(self) -> int: ...
-    @property
-    def rms_norm_eps(self) -> float: ...
-    @property
-    def rope(self) -> RopeConfig: ...
-    @property
-    def attention_bias(self) -> bool: ...
-    @property
-    def qk_norm(self) -> bool: ...
 
 
 def rope_tables(rope: RopeConfig, head_dim: int, positions: Array) -> tuple[Array, Array]:

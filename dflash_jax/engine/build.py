@@ -1,0 +1,138 @@
+"""From settings to a running device side: checkpoints, kernels, pools that fit, compiled steps."""
+
+from __future__ import annotations
+
+import dataclasses
+import logging
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from jax.sharding import Mesh
+
+from dflash_jax.cache import make_pool, page_bytes
+from dflash_jax.config import TargetConfig
+from dflash_jax.drafters import DFlashDrafter, Drafter, NoDrafter, Weights
+from dflash_jax.engine.runner import DeviceRunner, RunnerSizes
+from dflash_jax.engine.settings import CPU_KV_CACHE_BYTES, DEVICE_MEMORY_SHARE, EngineSettings
+from dflash_jax.errors import UserError
+from dflash_jax.ops import select
+from dflash_jax.params import Params, tree_bytes
+from dflash_jax.sharding import make_mesh
+from dflash_jax.state import init_state
+from dflash_jax.steps import StepConfig, Steps
+from dflash_jax.weights import TargetCheckpoint, load_draft, load_target, open_draft, open_target
+
+log = logging.getLogger("dflash_jax")
+
+
+@dataclasses.dataclass(frozen=True)
+class Loaded:
+    """A model ready to run: what was opened, its weights, and how it drafts."""
+
+    checkpoint: TargetCheckpoint
+    drafter: Drafter
+    weights: Weights
+    dtype: Any
+    platform: str
+    mesh: Mesh
+
+    @property
+    def config(self) -> TargetConfig:
+        return self.checkpoint.config
+
+
+def load(settings: EngineSettings) -> Loaded:
+    """Open and load target and draft.  Everything that can be refused is refused before weights are read."""
+    mesh = make_mesh()
+    platform = mesh.devices.flat[0].platform
+    dtype = choose_dtype(settings.dtype, platform)
+    checkpoint = open_target(settings.target)
+    if settings.draft == "none":
+        if settings.block_size is not None:
+            raise UserError(f"block_size {settings.block_size} needs a draft, and draft is 'none'")
+        weights = Weights(load_target(checkpoint, dtype, mesh, settings.progress), None)
+        return Loaded(checkpoint, NoDrafter(), weights, dtype, platform, mesh)
+    draft = open_draft(settings.draft, checkpoint.config)
+    check_block_size(settings.block_size, draft.config.block_size)
+    target_params = load_target(checkpoint, dtype, mesh, settings.progress)
+    draft_params: Params = load_draft(draft, dtype, mesh, settings.progress)
+    drafter = DFlashDrafter(draft.config)
+    return Loaded(checkpoint, drafter, Weights(target_params, draft_params), dtype, platform, mesh)
+
+
+def choose_dtype(name: str, platform: str) -> Any:
+    if name == "auto":
+        name = "float32" if platform == "cpu" else "bfloat16"
+    return jnp.dtype(name)
+
+
+def check_block_size(asked: int | None, trained: int) -> None:
+    if asked is not None and not 1 < asked <= trained:
+        raise UserError(f"block_size {asked} is outside 2 … {trained}, the block size that the draft was trained for")
+
+
+def make_runner(loaded: Loaded, settings: EngineSettings) -> DeviceRunner:
+    """Size the pools, make the state and prepare the compiled steps."""
+    sizes = plan_sizes(loaded, settings)
+    kernels = select(settings.kernels, loaded.platform)
+    log.info("%s", kernels.reason)
+    config = StepConfig(loaded.config, loaded.drafter, sizes.page_size, kernels)
+    kv = make_pool(loaded.config, sizes.num_pages, sizes.page_size, loaded.dtype, loaded.mesh)
+    draft = loaded.drafter.init_cache(sizes.num_pages, sizes.page_size, loaded.dtype, loaded.mesh)
+    state = init_state(sizes.num_slots, sizes.pages_per_slot, kv, draft)
+    log.info(
+        "memory: target %.0f MB, draft %.0f MB, target KV %.0f MB, draft state %.0f MB (%d pages of %d tokens)",
+        tree_bytes(loaded.weights.target) / 1e6, tree_bytes(loaded.weights.draft) / 1e6, tree_bytes(kv) / 1e6,
+        tree_bytes(draft) / 1e6, sizes.num_pages - 1, sizes.page_size,
+    )  # fmt: skip
+    return DeviceRunner(Steps(config), loaded.weights, state, sizes)
+
+
+def plan_sizes(loaded: Loaded, settings: EngineSettings) -> RunnerSizes:
+    """Pages that fit the budget; max_model_len is the model's own, or as much of it as the pool holds."""
+    per_page = page_bytes(loaded.config, settings.page_size, loaded.dtype)
+    per_page += loaded.drafter.page_bytes(settings.page_size, loaded.dtype)
+    budget = settings.kv_cache_bytes or default_kv_bytes(loaded)
+    fit = budget // per_page - 1  # page 0 is padding
+    longest = settings.max_model_len or loaded.config.max_position
+    want = -(-longest // settings.page_size)
+    if fit < want and (settings.max_model_len or fit < 2):
+        raise UserError(
+            f"kv_cache_bytes {budget} holds {max(fit, 0)} pages of {settings.page_size} tokens ({per_page} bytes each),"
+            f" and max_model_len {longest} needs {want}: raise kv_cache_bytes or lower max_model_len"
+        )
+    per_slot = min(want, fit)
+    if fit < want:
+        log.info("max_model_len: %d of the model's %d (what the KV pool holds)", per_slot * settings.page_size, longest)
+    return RunnerSizes(
+        num_slots=settings.max_running_requests,
+        page_size=settings.page_size,
+        num_pages=min(fit, per_slot * settings.max_running_requests) + 1,
+        pages_per_slot=per_slot,
+        block_size=settings.block_size or loaded.drafter.max_block,
+        prefill_chunk=settings.chunked_prefill_size,
+        max_prefill_rows=min(8, settings.max_running_requests),
+    )
+
+
+def default_kv_bytes(loaded: Loaded) -> int:
+    """Bytes for both pools: a share of the memory that is free with the weights in it, or CPU's fixed amount."""
+    stats = loaded.mesh.devices.flat[0].memory_stats() if loaded.platform != "cpu" else None
+    if not stats or "bytes_limit" not in stats:
+        return CPU_KV_CACHE_BYTES
+    return int((stats["bytes_limit"] - stats.get("bytes_in_use", 0)) * DEVICE_MEMORY_SHARE)
+
+
+def use_platform(name: str | None) -> None:
+    """Make JAX use `cpu`, `gpu` or `tpu`; None leaves the choice to JAX."""
+    if name is None:
+        return
+    if name not in ("cpu", "gpu", "tpu"):
+        raise UserError(f"platform {name!r} is not one of cpu, gpu, tpu")
+    jax.config.update("jax_platforms", {"gpu": "cuda"}.get(name, name))
+    try:
+        jax.devices()
+    except RuntimeError as error:
+        reason = str(error).splitlines()[0]
+        raise UserError(f"platform {name!r} cannot be used here: {reason}") from error

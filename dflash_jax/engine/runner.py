@@ -1,0 +1,214 @@
+"""The device side of the engine: state, compiled steps and buckets behind the `Runner` protocol.
+
+Launches return at once; results come back in one packed array each, whose copy to the host starts with the
+launch.
+"""
+
+from __future__ import annotations
+
+import logging
+import time
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+import jax
+import numpy as np
+
+from dflash_jax.drafters import Weights
+from dflash_jax.engine.protocol import PrefillRow, RowResult
+from dflash_jax.errors import UserError
+from dflash_jax.ops import BROKEN, LENGTH, RUNNING, STOP
+from dflash_jax.state import MAX_STOP_IDS, DecodeState
+from dflash_jax.steps import Admission, PrefillBatch, Steps
+
+log = logging.getLogger("dflash_jax")
+Launch = Callable[[], tuple[DecodeState, jax.Array]]
+REASONS = {RUNNING: None, STOP: "stop", LENGTH: "length", BROKEN: "error"}
+SMALLEST_PREFILL = 16
+UPDATE_BUCKETS = (8, 64, 512)  # rows of one `extend` call
+
+
+def bucket(n: int, largest: int, smallest: int = 1) -> int:
+    """The power of two that holds n, between `smallest` and `largest` (which need not be one)."""
+    size = smallest
+    while size < n:
+        size *= 2
+    return min(size, largest)
+
+
+def buckets(largest: int, smallest: int = 1) -> list[int]:
+    """All values `bucket` can take."""
+    sizes = []
+    size = smallest
+    while size < largest:
+        sizes.append(size)
+        size *= 2
+    return [*sizes, largest]
+
+
+@dataclass(frozen=True)
+class RunnerSizes:
+    """Shapes of the device state; tokens, pages, slots."""
+
+    num_slots: int
+    page_size: int
+    num_pages: int
+    pages_per_slot: int
+    block_size: int
+    prefill_chunk: int
+    max_prefill_rows: int
+
+
+@dataclass
+class PackedResult:
+    """A launch's packed array on its way to the host: rows int32 [S, ≥ 2] = (count, finish, tokens …)."""
+
+    packed: jax.Array
+    rows: int
+
+    def result(self) -> list[RowResult]:
+        """Waits for the copy."""
+        host = np.asarray(self.packed)[: self.rows].tolist()
+        return [RowResult(row[2 : 2 + row[0]], REASONS[row[1]]) for row in host]
+
+
+@dataclass
+class DeviceRunner:
+    """Owns the state and launches steps in order.  `compile_s` adds up the time of first launches by bucket."""
+
+    steps: Steps
+    weights: Weights
+    state: DecodeState
+    sizes: RunnerSizes
+    compile_s: float = 0.0
+    _seen: set[tuple[Any, ...]] = field(default_factory=set)
+    _slot_arrays: dict[tuple[int, ...], jax.Array] = field(default_factory=dict)
+
+    @property
+    def num_slots(self) -> int:
+        return self.sizes.num_slots
+
+    @property
+    def page_size(self) -> int:
+        return self.sizes.page_size
+
+    @property
+    def num_pages(self) -> int:
+        return self.sizes.num_pages
+
+    @property
+    def pages_per_slot(self) -> int:
+        return self.sizes.pages_per_slot
+
+    @property
+    def block_size(self) -> int:
+        return self.sizes.block_size
+
+    @property
+    def prefill_chunk(self) -> int:
+        return self.sizes.prefill_chunk
+
+    @property
+    def max_prefill_rows(self) -> int:
+        return self.sizes.max_prefill_rows
+
+    # -- launches ------------------------------------------------------------------------------------------------
+
+    def admit(
+        self,
+        slot: int,
+        *,
+        prompt_len: int,
+        limit_tokens: int,
+        pages: Sequence[int],
+        stop_ids: Sequence[int],
+        sampling: object,
+    ) -> None:
+        if len(stop_ids) > MAX_STOP_IDS:
+            raise UserError(f"a request may name {MAX_STOP_IDS} stop token ids, not {len(stop_ids)}")
+        table = np.zeros((1, self.pages_per_slot), np.int32)
+        table[0, : len(pages)] = pages
+        stops = np.full((1, MAX_STOP_IDS), -1, np.int32)
+        stops[0, : len(stop_ids)] = stop_ids
+        new = Admission(np.array([slot], np.int32), np.array([limit_tokens], np.int32), stops, table)  # type: ignore[arg-type]
+        self.state = self.steps.admit(self.state, new)
+
+    def extend(self, updates: Sequence[tuple[int, int, int]]) -> None:
+        largest = UPDATE_BUCKETS[-1]
+        for at in range(0, len(updates), largest):
+            part = updates[at : at + largest]
+            size = next(size for size in UPDATE_BUCKETS if size >= len(part))
+            rows = np.zeros((size, 3), np.int32)
+            rows[:, 0] = self.num_slots  # spare rows write the padding page to the padding slot
+            rows[: len(part)] = part
+            self.state = self.steps.extend(self.state, rows)
+
+    def prefill(self, rows: Sequence[PrefillRow]) -> PackedResult:
+        width = bucket(max(len(row.tokens) for row in rows), self.prefill_chunk, SMALLEST_PREFILL)
+        size = bucket(len(rows), self.max_prefill_rows)
+        batch = prefill_batch(rows, size, width, spare_slot=self.num_slots)
+        return self._prefill(batch, len(rows))
+
+    def _prefill(self, batch: PrefillBatch, rows: int) -> PackedResult:
+        size, width = batch.tokens.shape
+        call = lambda: self.steps.prefill(self.weights, self.state, batch)  # noqa: E731
+        return self._launch(("prefill", size, width), call, rows)
+
+    def decode(self, slots: Sequence[int], block_size: int) -> PackedResult:
+        size = bucket(len(slots), self.num_slots)
+        where = self._slots(slots, size)
+        return self._launch(
+            ("decode_round", size, block_size),
+            lambda: self.steps.decode_round(block_size, self.weights, self.state, where),
+            len(slots),
+        )
+
+    def finish(self, slots: Sequence[int]) -> None:
+        self.state = self.steps.finish(self.state, self._slots(slots, self.num_slots))
+
+    def _slots(self, slots: Sequence[int], size: int) -> jax.Array:
+        """`slots` padded with the padding slot, on the device; the last few batches are kept there."""
+        key = (*slots, *[self.num_slots] * (size - len(slots)))
+        if key not in self._slot_arrays:
+            if len(self._slot_arrays) >= 64:
+                self._slot_arrays.clear()
+            self._slot_arrays[key] = jax.device_put(np.array(key, np.int32))
+        return self._slot_arrays[key]
+
+    def _launch(self, key: tuple[Any, ...], call: Launch, rows: int) -> PackedResult:
+        start_s = time.perf_counter()
+        self.state, packed = call()
+        packed.copy_to_host_async()
+        if key not in self._seen:  # the first call of a bucket traces and compiles before it returns
+            self._seen.add(key)
+            took_s = time.perf_counter() - start_s
+            self.compile_s += took_s
+            log.info("%s: ready in %.1f s", " ".join(map(str, key)), took_s)
+        return PackedResult(packed, rows)
+
+    # -- warm-up -------------------------------------------------------------------------------------------------
+
+    def warmup_calls(self, block_sizes: Sequence[int]) -> Iterator[tuple[str, Callable[[], Any]]]:
+        """(label, call) for each bucket; a call runs the step on padding rows only, which changes nothing."""
+        for size in buckets(self.num_slots):
+            for block in block_sizes:
+                spare = [self.num_slots] * size
+                yield f"decode {size}×{block}", lambda spare=spare, block=block: self.decode(spare, block)
+        for size in buckets(self.max_prefill_rows):
+            for width in buckets(self.prefill_chunk, SMALLEST_PREFILL):
+                yield f"prefill {size}×{width}", lambda size=size, width=width: self._warm_prefill(size, width)
+
+    def _warm_prefill(self, size: int, width: int) -> PackedResult:
+        return self._prefill(prefill_batch([], size, width, spare_slot=self.num_slots), 0)
+
+
+def prefill_batch(rows: Sequence[PrefillRow], size: int, width: int, spare_slot: int) -> PrefillBatch:
+    """Rows padded to [size, width]; spare rows have no tokens and belong to `spare_slot`."""
+    tokens = np.zeros((size, width), np.int32)
+    slots = np.full(size, spare_slot, np.int32)
+    start, length, last = np.zeros(size, np.int32), np.zeros(size, np.int32), np.zeros(size, bool)
+    for i, row in enumerate(rows):
+        tokens[i, : len(row.tokens)] = row.tokens
+        slots[i], start[i], length[i], last[i] = row.slot, row.start, len(row.tokens), row.last
+    return PrefillBatch(tokens, slots, start, length, last)  # type: ignore[arg-type]

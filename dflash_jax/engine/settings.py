@@ -1,0 +1,55 @@
+"""What a user may set about the engine: the defaults exist here once.  Names as in vLLM and SGLang."""
+
+from __future__ import annotations
+
+import dataclasses
+
+from dflash_jax.errors import UserError
+
+DTYPES = ("auto", "float32", "bfloat16")
+# Where the device tells no memory size (CPU), the pools get this much; elsewhere a share of what is free.
+CPU_KV_CACHE_BYTES = 512 * 1024**2
+DEVICE_MEMORY_SHARE = 0.8
+
+
+@dataclasses.dataclass(frozen=True)
+class EngineSettings:
+    """Settings of an engine.  None means: chosen at start from the model and the machine, and printed.
+
+    target, draft: folder, hub id or (target) `.gguf` file; draft "none" = plain decoding.
+    dtype: weights and KV; "auto" = float32 on CPU, bfloat16 elsewhere.
+    block_size: rows of a block, 2 … the draft's own (vLLM's num_speculative_tokens is one less).
+    max_model_len: tokens of a request, prompt and output together.
+    max_running_requests: requests decoded at once.
+    kv_cache_bytes: both pools together.
+    chunked_prefill_size: prompt tokens of one prefill launch.
+    weights_cache: folder for converted weights (a second start is then fast); None = no cache.
+    """
+
+    target: str
+    draft: str = "none"
+    dtype: str = "auto"
+    block_size: int | None = None
+    max_model_len: int | None = None
+    kernels: str = "auto"
+    max_running_requests: int = 8
+    page_size: int = 16
+    kv_cache_bytes: int | None = None
+    chunked_prefill_size: int = 512
+    enable_prefix_caching: bool = True
+    overlap: bool = True
+    weights_cache: str | None = None
+    progress: bool = False
+
+    def __post_init__(self) -> None:
+        if self.dtype not in DTYPES:
+            raise UserError(f"dtype {self.dtype!r} is not one of {', '.join(DTYPES)}")
+        for name, low in (("max_running_requests", 1), ("page_size", 1), ("chunked_prefill_size", 1),
+                          ("max_model_len", 2), ("kv_cache_bytes", 1)):  # fmt: skip
+            value = getattr(self, name)
+            if value is not None and (type(value) is not int or value < low):
+                raise UserError(f"{name} must be an integer of at least {low}, not {value!r}")
+        if self.block_size is not None and (type(self.block_size) is not int or self.block_size < 2):
+            raise UserError(f"block_size must be an integer of at least 2, not {self.block_size!r}")
+        if self.page_size & (self.page_size - 1):
+            raise UserError(f"page_size {self.page_size} is not a power of two")
