@@ -41,10 +41,11 @@ def demo_target_path(progress: bool = True) -> Path:
     `progress` says on stderr what is being done.  Several processes may call this at once: one fetches, the others
     wait.  Raises UserError, saying what to do instead, when the file cannot be had.
     """
+    cached = cached_demo_target()
+    if cached is not None:
+        return cached
     folder = cache_folder() / "demo"
     target = folder / GGUF
-    if _is_verified(target) or _verify(target):
-        return target
     try:
         folder.mkdir(parents=True, exist_ok=True)
         with _locked(folder, progress):
@@ -56,6 +57,12 @@ def demo_target_path(progress: bool = True) -> Path:
             " set DFLASH_JAX_CACHE to a folder that can be written"
         ) from error
     return target
+
+
+def cached_demo_target() -> Path | None:
+    """The demo target's GGUF file when the cache has it whole; never fetches."""
+    target = cache_folder() / "demo" / GGUF
+    return target if _is_verified(target) or _verify(target) else None
 
 
 def demo_draft_path() -> Path | None:

