@@ -331,16 +331,14 @@ class Scheduler:
 
     def _release(self, request: Request, seat: Seat) -> None:
         """Committed full pages stay in the cache, the rest is free."""
-        if not seat.broken:
-            committed = seat.done if seat.done < len(seat.tokens) else request.num_tokens - 1
-            tokens = request.tokens()
-            self.cache.insert(tokens, seat.pages, seat.chain, committed, request.cache_salt, leaving=True)
+        committed = seat.done if seat.done < len(seat.tokens) else request.num_tokens - 1
+        self.cache.insert(request.tokens(), seat.pages, seat.chain, committed, request.cache_salt, leaving=True)
         for index, page in enumerate(seat.pages):
             if index >= len(seat.chain) or seat.chain[index].page != page:
                 self.pool.release(page)
         self.cache.drop(seat.chain)
         self.seats.remove(seat)
-        if seat.broken:  # nobody knows which of its pages are sound, and others must not find them
+        if seat.broken:  # nobody knows since when, and others must not find these pages
             self.cache.clear()
 
 
