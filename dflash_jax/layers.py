@@ -11,7 +11,7 @@ from jax import Array
 
 from dflash_jax import axes
 from dflash_jax.config import AttentionShape, RopeConfig, inverse_frequencies
-from dflash_jax.ops import dot, rms_norm
+from dflash_jax.ops import align, dot, rms_norm
 from dflash_jax.params import Params, ParamSpec
 
 __all__ = [
@@ -22,8 +22,8 @@ __all__ = [
 
 def rope_tables(rope: RopeConfig, head_dim: int, positions: Array) -> tuple[Array, Array]:
     """cos and sin, float32 [..., D/2], of integer `positions` [...]; computed, so no table can run out."""
-    frequencies = inverse_frequencies(rope, head_dim)
-    angle = positions.astype(jnp.float32)[..., None] * np.asarray(frequencies)
+    position = positions.astype(jnp.float32)[..., None]
+    angle = position * align(inverse_frequencies(rope, head_dim), position)
     scale = np.float32(rope.attention_scale)
     return jnp.cos(angle) * scale, jnp.sin(angle) * scale
 
@@ -78,20 +78,20 @@ def layer_specs(config: AttentionShape, mlp_bias: bool = False) -> dict[str, Any
 def project_qkv(p: Params, x: Array) -> Array:
     """The fused projection of x [S, B, H]: [S, B, G, R+2, D], before norms and rotation."""
     y = dot(x, p["qkv"])
-    return y + p["qkv_bias"] if "qkv_bias" in p else y
+    return y + align(p["qkv_bias"], y) if "qkv_bias" in p else y
 
 
 def project_out(p: Params, attended: Array) -> Array:
     """attended [S, B, N, D] -> [S, B, H]."""
     flat = attended.reshape(*attended.shape[:-2], -1)
     y = dot(flat, p["o"].reshape(flat.shape[-1], -1))
-    return y + p["o_bias"] if "o_bias" in p else y
+    return y + align(p["o_bias"], y) if "o_bias" in p else y
 
 
 def swiglu(p: Params, x: Array) -> Array:
     """down(silu(gate·x) ⊙ up·x)."""
     y = dot(x, p["gate_up"])  # [..., 2, F]
     if "gate_up_bias" in p:
-        y = y + p["gate_up_bias"]
+        y = y + align(p["gate_up_bias"], y)
     y = dot(jax.nn.silu(y[..., 0, :]) * y[..., 1, :], p["down"])
-    return y + p["down_bias"] if "down_bias" in p else y
+    return y + align(p["down_bias"], y) if "down_bias" in p else y

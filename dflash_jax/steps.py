@@ -78,7 +78,7 @@ def commit(
     config: StepConfig, weights: Weights, state: DecodeState, rows: Rows, taps: Array, commit_len: Array
 ) -> DecodeState:
     """Let the drafter absorb the committed rows; all others are sent to the padding page."""
-    kept = jnp.arange(rows.ids.shape[1]) < commit_len[:, None]
+    kept = jnp.arange(rows.ids.shape[1])[None] < commit_len[:, None]
     locations = jnp.where(kept, rows.locations, rows.locations % config.page_size)
     rows = dataclasses.replace(rows, locations=locations)
     return dataclasses.replace(state, draft=config.drafter.absorb(weights, state.draft, taps, rows))
@@ -135,7 +135,7 @@ def prefill(
 
 
 def _chunk_rows(config: StepConfig, state: DecodeState, batch: PrefillBatch) -> Rows:
-    offsets = jnp.arange(batch.tokens.shape[1], dtype=jnp.int32)
+    offsets = jnp.arange(batch.tokens.shape[1], dtype=jnp.int32)[None]
     positions = batch.start[:, None] + offsets
     table = state.page_table[batch.slots]
     locations = token_locations(table, positions, offsets < batch.length[:, None], config.page_size)

@@ -18,7 +18,7 @@ from dflash_jax.cache import Pool
 from dflash_jax.config import ConvConfig, DraftConfig
 from dflash_jax.layers import dot, layer_specs, norm_spec, project_out, project_qkv, rms_norm, rope_tables, swiglu
 from dflash_jax.models.decoder import Rows
-from dflash_jax.ops import Kernels, norm_rope
+from dflash_jax.ops import Kernels, align, norm_rope
 from dflash_jax.params import Params, ParamSpec
 
 
@@ -136,7 +136,7 @@ def convolve(x: Array, base: Array, delta: Array, group_size: int) -> Array:
     out = jnp.zeros_like(x)
     for t in range(base.shape[0]):
         shifted = x if t == 0 else jnp.pad(x, ((0, 0), (t, 0), (0, 0)))[:, : x.shape[1]]
-        out = out + (base[t] + jnp.repeat(delta[..., t, :], group_size, axis=-1)) * shifted
+        out = out + (align(base[t], x) + jnp.repeat(delta[..., t, :], group_size, axis=-1)) * shifted
     return out
 
 

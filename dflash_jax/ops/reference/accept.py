@@ -39,7 +39,7 @@ def accept_bonus(
     seq_len + 2 + k.  The commit ends with the first stop token and never passes the limit.  Rows that are
     not live commit nothing.
     """
-    rows = jnp.arange(block_ids.shape[1], dtype=jnp.int32)
+    rows = jnp.arange(block_ids.shape[1], dtype=jnp.int32)[None]
     agree = block_ids[:, 1:] == target_tokens[:, :-1]
     accept_len = jnp.cumprod(agree.astype(jnp.int32), axis=1).sum(axis=1, dtype=jnp.int32)
     stops = (target_tokens[:, :, None] == stop_ids[:, None, :]).any(axis=-1)
@@ -63,4 +63,4 @@ def accept_bonus(
 
 def _first(flags: Array, rows: Array) -> Array:
     """Index of the first true of each row of bool [S, B]; B + 1 where there is none."""
-    return jnp.where(flags, rows, rows.shape[0] + 1).min(axis=1).astype(jnp.int32)
+    return jnp.where(flags, rows, rows.shape[1] + 1).min(axis=1).astype(jnp.int32)

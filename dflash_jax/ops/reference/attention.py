@@ -53,7 +53,7 @@ def paged_attention(
     s, b, n, d = q.shape
     g, size = pool.shape[2], pool.shape[3]
     grouped = q.reshape(s, b, g, n // g, d)
-    state = _block_part(grouped, kv, block_mask(b, causal, window))
+    state = _block_part(grouped, kv, block_mask(b, causal, window)[None, None, None])
     pages = max(1, min(chunk_tokens // size, page_table.shape[1]))
     first, last = _chunk_range(lengths, pages * size, b, window)
 
@@ -62,7 +62,7 @@ def paged_attention(
         seen = (at < lengths[:, None])[:, None, None, None, :]  # [S, 1, 1, 1, T]
         values = jnp.where((at < lengths[:, None])[:, None, :, None], values, 0)  # 0 · NaN would be NaN
         if window is not None:
-            position = lengths[:, None] + jnp.arange(b)
+            position = lengths[:, None] + jnp.arange(b)[None]
             seen &= (position[:, :, None] - at[:, None, :] < window)[:, None, None]
         return _absorb(state, grouped, keys, values, seen)
 
@@ -91,7 +91,7 @@ def _read_chunk(pool: Array, page_table: Array, i: Array, pages: int) -> tuple[A
     keys = pool[page[:, None, :], 0, heads].reshape(s, g, pages * size, d)
     values = pool[page[:, None, :], 1, heads].reshape(s, g, pages * size, d)
     # A column past the table repeats the last page; its positions lie past every length, so it is masked.
-    at = column[:, None] * size + jnp.arange(size)
+    at = column[:, None] * size + jnp.arange(size)[None]
     return keys, values, jnp.broadcast_to(at.reshape(1, -1), (s, pages * size))
 
 

@@ -26,7 +26,7 @@ def prepare_block(
 
     bonus, seq_len int32 [S]; live bool [S]; page_table int32 [S, W].  ids are [bonus, MASK × (B−1)].
     """
-    rows = jnp.arange(block, dtype=jnp.int32)
+    rows = jnp.arange(block, dtype=jnp.int32)[None]
     ids = jnp.where(rows == 0, bonus[:, None], jnp.int32(mask_id))
     positions = seq_len[:, None] + rows
     valid = jnp.broadcast_to(live[:, None], positions.shape)

@@ -26,7 +26,12 @@ def rms_norm(x: Array, weight: Array, eps: float) -> Array:
     """Root-mean-square norm over the last axis: float32 inside, rounded to x.dtype before the weight."""
     f = x.astype(jnp.float32)
     scale = jax.lax.rsqrt(jnp.mean(f * f, axis=-1, keepdims=True) + eps)
-    return (f * scale).astype(x.dtype) * weight
+    return (f * scale).astype(x.dtype) * align(weight, x)
+
+
+def align(w: Array, x: Array) -> Array:
+    """w [trailing axes of x] with leading axes of size 1: broadcasting over x on purpose (JAX can refuse the rest)."""
+    return w.reshape((1,) * (x.ndim - w.ndim) + w.shape)
 
 
 def apply_rope(x: Array, cos: Array, sin: Array) -> Array:

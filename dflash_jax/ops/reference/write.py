@@ -5,7 +5,7 @@ from __future__ import annotations
 import jax.numpy as jnp
 from jax import Array
 
-from dflash_jax.ops.reference.numerics import apply_rope, dot, rms_norm
+from dflash_jax.ops.reference.numerics import align, apply_rope, dot, rms_norm
 
 
 def write_rows(pool: Array, kv: Array, locations: Array) -> Array:
@@ -68,7 +68,7 @@ def kv_inject(
     """
     y = dot(fused, weight)  # [S, T, L, 2, G, D]
     if bias is not None:
-        y = y + bias
+        y = y + align(bias, y)
     written = []
     for layer, pool in enumerate(pools):
         k = apply_rope(rms_norm(y[:, :, layer, 0], k_norms[layer], eps), cos, sin)
