@@ -29,9 +29,9 @@ _NEUTRAL = {
 def gguf_target(source: GgufSource) -> tuple[TargetConfig, Family]:
     """Configuration and family of a GGUF target.  Errors name the file, the GGUF key and the value."""
     family = _family(source)
-    reader = _ArchitectureReader(source.where, source.header.pairs, family.gguf_architecture)
-    reader.refuse_variants()
-    config = read_target(source.where, _hugging_face(reader, family, source))
+    keys = _Keys(source.where, source.header.pairs, family.gguf_architecture)
+    keys.refuse_variants()
+    config = read_target(source.where, _hugging_face(keys, family, source))
     return dataclasses.replace(config, rope=_with_divisors(config, source)), family
 
 
@@ -44,45 +44,50 @@ def _family(source: GgufSource) -> Family:
     raise UserError(f"{source.where}: GGUF architecture {name!r} is not supported (supported: {known})")
 
 
-class _ArchitectureReader(Reader):
-    """Typed access to the keys below an architecture's name."""
+class _Keys:
+    """Typed access to the keys below an architecture's name; errors name the whole key."""
 
     def __init__(self, where: str, pairs: Mapping[str, Any], architecture: str):
-        super().__init__(where, pairs)
-        self.pairs = pairs
-        self.architecture = architecture
+        self._reader = Reader(where, pairs)
+        self._architecture = architecture
 
-    def get(self, key: str, *default: Any) -> Any:
-        return super().get(f"{self.architecture}.{key}", *default)
+    def get(self, key: str) -> Any:
+        return self._reader.get(f"{self._architecture}.{key}", None)
+
+    def integer(self, key: str, *default: int) -> int:
+        return self._reader.integer(f"{self._architecture}.{key}", *default)
+
+    def number(self, key: str, *default: float) -> float:
+        return self._reader.number(f"{self._architecture}.{key}", *default)
 
     def refuse_variants(self) -> None:
         for key, neutral in _NEUTRAL.items():
-            value = self.get(key, neutral)
-            if value != neutral:
-                raise UserError(f"{self.where}: {self.architecture}.{key} {value!r} is not supported")
+            value = self.get(key)
+            if value is not None and value != neutral:
+                raise UserError(f"{self._reader.where}: {self._architecture}.{key} {value!r} is not supported")
 
 
-def _hugging_face(reader: _ArchitectureReader, family: Family, source: GgufSource) -> dict[str, Any]:
+def _hugging_face(keys: _Keys, family: Family, source: GgufSource) -> dict[str, Any]:
     """The config.json that this file would have had."""
-    heads, hidden = reader.integer("attention.head_count"), reader.integer("embedding_length")
-    head_dim = reader.integer("attention.key_length", max(1, hidden // heads))
-    value_dim = reader.integer("attention.value_length", head_dim)
+    heads, hidden = keys.integer("attention.head_count"), keys.integer("embedding_length")
+    head_dim = keys.integer("attention.key_length", max(1, hidden // heads))
+    value_dim = keys.integer("attention.value_length", head_dim)
     if value_dim != head_dim:
         raise UserError(f"{source.where}: keys of width {head_dim} and values of width {value_dim} are not supported")
     return {
         "model_type": family.name,
         "num_attention_heads": heads,
-        "num_key_value_heads": reader.integer("attention.head_count_kv", heads),
+        "num_key_value_heads": keys.integer("attention.head_count_kv", heads),
         "head_dim": head_dim,
         "hidden_size": hidden,
-        "intermediate_size": reader.integer("feed_forward_length"),
-        "num_hidden_layers": reader.integer("block_count"),
-        "max_position_embeddings": reader.integer("context_length"),
-        "rms_norm_eps": reader.number("attention.layer_norm_rms_epsilon"),
-        "vocab_size": _vocab_size(reader, source),
-        "rope_theta": reader.number("rope.freq_base", 10000.0),
-        "rope_scaling": _rope_scaling(reader),
-        "partial_rotary_factor": reader.integer("rope.dimension_count", head_dim) / head_dim,
+        "intermediate_size": keys.integer("feed_forward_length"),
+        "num_hidden_layers": keys.integer("block_count"),
+        "max_position_embeddings": keys.integer("context_length"),
+        "rms_norm_eps": keys.number("attention.layer_norm_rms_epsilon"),
+        "vocab_size": _vocab_size(keys, source),
+        "rope_theta": keys.number("rope.freq_base", 10000.0),
+        "rope_scaling": _rope_scaling(keys),
+        "partial_rotary_factor": keys.integer("rope.dimension_count", head_dim) / head_dim,
         "tie_word_embeddings": GGUF_TARGET.head not in source.tensors,
         "attention_bias": GGUF_TARGET.part(0, "q", "bias") in source.tensors,
         "mlp_bias": GGUF_TARGET.part(0, "up", "bias") in source.tensors,
@@ -90,12 +95,12 @@ def _hugging_face(reader: _ArchitectureReader, family: Family, source: GgufSourc
     }
 
 
-def _vocab_size(reader: _ArchitectureReader, source: GgufSource) -> int:
+def _vocab_size(keys: _Keys, source: GgufSource) -> int:
     """Rows of the embedding table; the tokenizer may list fewer tokens than the table has rows."""
     if GGUF_TARGET.embed in source.tensors:
-        return reader.integer("vocab_size", source.tensors[GGUF_TARGET.embed].shape[0])
+        return keys.integer("vocab_size", source.tensors[GGUF_TARGET.embed].shape[0])
     tokens = source.header.pairs.get("tokenizer.ggml.tokens")
-    return reader.integer("vocab_size", tokens.count if isinstance(tokens, Unread) else 1)
+    return keys.integer("vocab_size", tokens.count if isinstance(tokens, Unread) else 1)
 
 
 def _special_ids(pairs: Mapping[str, Any]) -> dict[str, Any]:
@@ -105,27 +110,27 @@ def _special_ids(pairs: Mapping[str, Any]) -> dict[str, Any]:
     return found if bos is None else {**found, "bos_token_id": bos}
 
 
-def _rope_scaling(reader: _ArchitectureReader) -> dict[str, Any] | None:
+def _rope_scaling(keys: _Keys) -> dict[str, Any] | None:
     """Hugging Face's `rope_scaling`, or None.  Llama-3 scaling is a tensor, see `_with_divisors`."""
-    kind = reader.get("rope.scaling.type", None)
-    if kind is None and reader.get("rope.scale_linear", None) is not None:  # the older key
-        return {"rope_type": "linear", "factor": reader.number("rope.scale_linear")}
+    kind = keys.get("rope.scaling.type")
+    if kind is None and keys.get("rope.scale_linear") is not None:  # the older key
+        return {"rope_type": "linear", "factor": keys.number("rope.scale_linear")}
     if kind in (None, "none"):
         return None
-    scaling: dict[str, Any] = {"rope_type": kind, "factor": reader.number("rope.scaling.factor")}
-    original = reader.get("rope.scaling.original_context_length", None)
+    scaling: dict[str, Any] = {"rope_type": kind, "factor": keys.number("rope.scaling.factor")}
+    original = keys.get("rope.scaling.original_context_length")
     if original is not None:
         scaling["original_max_position_embeddings"] = original
-    return scaling | _yarn_extras(reader, scaling["factor"]) if kind == "yarn" else scaling
+    return scaling | _yarn_extras(keys, scaling["factor"]) if kind == "yarn" else scaling
 
 
-def _yarn_extras(reader: _ArchitectureReader, factor: float) -> dict[str, float]:
+def _yarn_extras(keys: _Keys, factor: float) -> dict[str, float]:
     """YaRN's further settings.  GGUF gives the attention factor relative to YaRN's own."""
     extras = {}
     for name in ("beta_fast", "beta_slow"):
-        if reader.get(f"rope.scaling.yarn_{name}", None) is not None:
-            extras[name] = reader.number(f"rope.scaling.yarn_{name}")
-    relative = reader.number("rope.scaling.yarn_attn_factor", reader.number("rope.scaling.attn_factor", 1.0))
+        if keys.get(f"rope.scaling.yarn_{name}") is not None:
+            extras[name] = keys.number(f"rope.scaling.yarn_{name}")
+    relative = keys.number("rope.scaling.yarn_attn_factor", keys.number("rope.scaling.attn_factor", 1.0))
     if relative != 1.0 and factor > 1.0:
         extras["attention_factor"] = relative * (0.1 * math.log(factor) + 1.0)
     return extras

@@ -185,12 +185,13 @@ def test_draft_has_the_joined_projections(tmp_path: Path):
     np.testing.assert_array_equal(inject["k_norm"][0], tensors["layers.0.self_attn.k_norm.weight"])
 
 
-MEASURE = """
-import resource, sys
+MEASURE = r"""
+import re, sys
 import jax, numpy as np
 from dflash_jax.sharding import make_mesh
 from dflash_jax.weights import load_target, open_target
-def peak_mb(): return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 2**10
+def peak_mb():  # getrusage would count the parent's memory, which a forked child starts with
+    return int(re.search(r"VmHWM:\s+(\d+) kB", open("/proc/self/status").read())[1]) / 2**10
 mesh = make_mesh()
 jax.device_put(np.ones(3)).block_until_ready()
 checkpoint = open_target(sys.argv[1])
@@ -203,7 +204,7 @@ print(peak_mb() - before, sum(leaf.nbytes for leaf in jax.tree.leaves(params)) /
 @pytest.mark.slow
 @pytest.mark.parametrize(("stored", "wanted"), [("float32", "bfloat16"), ("bfloat16", "float32")])
 def test_peak_memory_is_the_model_and_one_parameter(tmp_path: Path, stored: str, wanted: str):
-    """A model of some 130 MB in float32 whose largest parameter has 33 MB; a second copy of it would show."""
+    """A model of some 130 MB in float32; a whole tensor in float32 beside its bfloat16 parameter would show."""
     config = {**LLAMA, "vocab_size": 8192, "hidden_size": 1024, "intermediate_size": 2048, "num_hidden_layers": 3,
               "num_attention_heads": 8, "head_dim": 128, "tie_word_embeddings": True}  # fmt: skip
     kind = np.dtype(getattr(ml_dtypes, stored, None) or stored)
@@ -214,4 +215,4 @@ def test_peak_memory_is_the_model_and_one_parameter(tmp_path: Path, stored: str,
         [sys.executable, "-c", MEASURE, str(folder), wanted], capture_output=True, text=True, check=True
     )
     peak_mb, model_mb = map(float, done.stdout.split())
-    assert peak_mb < model_mb + largest_mb + 24, f"peak {peak_mb:.0f} MB for {model_mb:.0f} MB of parameters"
+    assert peak_mb < model_mb + largest_mb + 8, f"peak {peak_mb:.0f} MB for {model_mb:.0f} MB of parameters"
