@@ -29,6 +29,9 @@ _NEUTRAL = {
 def gguf_target(source: GgufSource) -> tuple[TargetConfig, Family]:
     """Configuration and family of a GGUF target.  Errors name the file, the GGUF key and the value."""
     family = _family(source)
+    parts = source.header.pairs.get("split.count", 1)
+    if parts != 1:
+        raise UserError(f"{source.where} is one of {parts} parts of a split GGUF file; merge them first")
     keys = _Keys(source.where, source.header.pairs, family.gguf_architecture)
     keys.refuse_variants()
     config = read_target(source.where, _hugging_face(keys, family, source))

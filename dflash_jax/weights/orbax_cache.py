@@ -7,6 +7,7 @@ and renamed, and made anew when the source files, the dtype or the parameter lay
 
 from __future__ import annotations
 
+import glob
 import hashlib
 import json
 import os
@@ -93,6 +94,7 @@ def _keep(entry: Path, key: str, params: Params) -> None:
     """Write an entry aside and rename it; what goes wrong costs the cache only."""
     aside = entry.with_name(f".{entry.name}.{os.getpid()}")
     try:
+        _sweep(entry)
         _save(aside, params)
         (aside / MANIFEST).write_text(json.dumps({"key": key, "files": _sizes(aside)}), encoding="utf-8")
         shutil.rmtree(entry, ignore_errors=True)
@@ -100,6 +102,24 @@ def _keep(entry: Path, key: str, params: Params) -> None:
     except (OSError, ValueError) as error:
         _tell(f"the converted weights could not be cached in {entry} ({_first_line(error)})")
         shutil.rmtree(aside, ignore_errors=True)
+
+
+def _sweep(entry: Path) -> None:
+    """Remove what processes that died while writing `entry` left behind."""
+    for aside in entry.parent.glob(f".{glob.escape(entry.name)}.*"):
+        process = aside.suffix[1:]
+        if process.isdigit() and not _alive(int(process)):
+            shutil.rmtree(aside, ignore_errors=True)
+
+
+def _alive(process: int) -> bool:
+    try:
+        os.kill(process, 0)
+    except ProcessLookupError:
+        return False
+    except PermissionError:
+        return True
+    return True
 
 
 def _parts(tree: Any) -> Iterator[tuple[str, Any]]:

@@ -43,7 +43,9 @@ class TensorSource(Protocol):
 
     where: str
     files: tuple[Path, ...]
-    tensors: Mapping[str, TensorInfo]
+
+    @property
+    def tensors(self) -> Mapping[str, TensorInfo]: ...
 
     def read(self, name: str, start: int, stop: int) -> np.ndarray:
         """Rows start..stop-1 of a tensor's first axis, as floats of any width."""

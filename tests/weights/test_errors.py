@@ -95,7 +95,7 @@ def _cut(path: Path, keep: float) -> None:
     path.write_bytes(raw[: int(len(raw) * keep)])
 
 
-DAMAGE: dict[str, tuple[Callable[[Path], None], str]] = {
+DAMAGE: dict[str, tuple[Callable[[Path], object], str]] = {
     "empty": (lambda p: p.write_bytes(b""), "is not a safetensors file: it has 0 bytes"),
     "end cut off": (lambda p: _cut(p, 0.9), r"is truncated: .* ends at byte \d+ of \d+"),
     "header cut off": (lambda p: p.write_bytes(p.read_bytes()[:100]), "is truncated: its header ends at byte"),

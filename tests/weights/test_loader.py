@@ -46,7 +46,7 @@ def test_fused_parameters_compute_what_the_checkpoint_says(tmp_path: Path, confi
 
     fused = np.einsum("h,hgrd->grd", x, layer["attn"]["qkv"]) + layer["attn"].get("qkv_bias", np.float32(0))
     q, k, v = (_project(tensors, f"{name}self_attn.{part}_proj", x) for part in "qkv")
-    close = {"rtol": 1e-5, "atol": 1e-5}
+    close: dict[str, Any] = {"rtol": 1e-5, "atol": 1e-5}
     np.testing.assert_allclose(fused[:, :group], q.reshape(kv, group, dim), **close)
     np.testing.assert_allclose(fused[:, group], k.reshape(kv, dim), **close)
     np.testing.assert_allclose(fused[:, group + 1], v.reshape(kv, dim), **close)
@@ -155,7 +155,7 @@ def test_draft_parameters(tmp_path: Path, suffix: str):
     params = _load_draft(tmp_path, DRAFT2, tensors)
     width, taps, groups = 32, 3, 4
     x = np.random.default_rng(4).normal(size=width).astype(np.float32)
-    close = {"rtol": 1e-5, "atol": 1e-5}
+    close: dict[str, Any] = {"rtol": 1e-5, "atol": 1e-5}
     for path, name in (("attn_conv", "layers.1.attention_conv"), ("mlp_conv", "layers.1.mlp_conv")):
         conv = params["layers"][1][path]
         np.testing.assert_array_equal(conv["base"], tensors[f"{name}.base_kernel{suffix}"])
