@@ -7,148 +7,140 @@ from __future__ import annotations
 
 import argparse
 import dataclasses
+import io
 import json
 import logging
 import os
 import signal
 import sys
 import time
-from collections.abc import Iterator, Sequence
-from typing import TYPE_CHECKING, Any
+from collections.abc import Sequence
+from types import FrameType
+from typing import TYPE_CHECKING, Any, NoReturn
 
 from dflash_jax.errors import UserError
+from dflash_jax.text.prompts import Named, parse_ids, read_prompts_file
 
 if TYPE_CHECKING:
-    from dflash_jax.llm import LLM, Job, Prompt, RequestOutput
+    from dflash_jax.llm import LLM, Job, RequestOutput
     from dflash_jax.sampling import SamplingParams
 
 EXIT_USER_ERROR = 2
-EXIT_INTERRUPTED = 130
-EXIT_CLOSED_PIPE = 141  # as if ended by SIGPIPE
+EXIT_SIGNAL = 128  # plus the number of the signal: 130 for Ctrl-C
+DESCRIPTION = """\
+Text from a prompt, decoded by a target model whose steps a small draft model shortens; the output is the target's own.
+Text streams to stdout and a summary follows on stderr; with --json stdout gets one object per prompt."""
+EXAMPLES = """\
+examples:
+  python -m dflash_jax.generate "Why is the sky blue?"
+  python -m dflash_jax.generate --target Qwen/Qwen3-4B --draft z-lab/Qwen3-4B-DFlash-b16 "Name three fruits."
+  python -m dflash_jax.generate --prompts-file prompts.jsonl --json > results.jsonl
+
+exit code: 0, 2 after an error, 130 after Ctrl-C (the text so far is kept)"""
 
 
 class Parser(argparse.ArgumentParser):
     """argparse's usage errors in the form of all others: one sentence, exit code 2."""
 
-    def error(self, message: str) -> Any:
-        raise UserError(message)
+    def error(self, message: str) -> NoReturn:
+        raise UserError(f"{message} (--help lists the options)")
 
 
 def make_parser() -> argparse.ArgumentParser:
-    p = Parser(prog="python -m dflash_jax.generate", description="Text from a prompt, with a draft or without.")
-    p.add_argument("prompts", nargs="*", metavar="PROMPT", help="text; several run together")
-    p.add_argument("--target", help="Hugging Face folder, hub id or .gguf file (default: the demo target)")
-    p.add_argument("--draft", help="draft folder or hub id; 'none' = plain decoding")
-    source = p.add_argument_group("prompts")
-    source.add_argument("--prompts-file", metavar="F", help="a prompt a line, as text or JSON; '-' is stdin")
-    source.add_argument("--prompt-ids", metavar="1,2,3", help="a prompt as token ids; needs no tokenizer")
-    source.add_argument("--raw", action="store_true", help="no chat template")
-    source.add_argument("--system", metavar="TEXT", help="system message")
-    sampling = p.add_argument_group("sampling")
-    sampling.add_argument("--max-new-tokens", type=int, metavar="N", help="default 256")
-    sampling.add_argument("--temperature", type=float, metavar="T", help="0 = greedy (default)")
-    sampling.add_argument("--top-p", type=float, metavar="P")
-    sampling.add_argument("--top-k", type=int, metavar="K")
-    sampling.add_argument("--min-p", type=float, metavar="P")
-    sampling.add_argument("--seed", type=int)
-    sampling.add_argument("--stop", action="append", metavar="TEXT", help="text that ends the output; may be repeated")
-    sampling.add_argument("--ignore-eos", action="store_true", default=None)
-    execution = p.add_argument_group("execution")
-    execution.add_argument("--block-size", type=int, metavar="N", help="2 to the draft's own block size (default)")
-    execution.add_argument("--dtype", choices=("auto", "float32", "bfloat16"))
-    execution.add_argument("--max-model-len", type=int, metavar="N", help="prompt and output tokens together")
-    execution.add_argument("--kernels", choices=("auto", "xla", "pallas", "triton"))
-    execution.add_argument("--platform", choices=("cpu", "gpu", "tpu"))
-    execution.add_argument("--max-running-requests", type=int, metavar="N", help="prompts decoded at once")
-    execution.add_argument("--kv-cache-bytes", type=int, metavar="N")
-    execution.add_argument("--disable-overlap", dest="overlap", action="store_false", default=None)
-    execution.add_argument("--weights-cache", metavar="DIR", help="keep converted weights there for fast starts")
-    p.add_argument("--json", action="store_true", help="one JSON object per prompt on stdout")
-    p.add_argument("--quiet", action="store_true", help="no progress and no summary")
+    p = Parser(
+        prog="python -m dflash_jax.generate", usage="%(prog)s [OPTION …] [PROMPT …]", allow_abbrev=False,
+        description=DESCRIPTION, epilog=EXAMPLES, formatter_class=argparse.RawDescriptionHelpFormatter,
+    )  # fmt: skip
+    p.add_argument("prompts", nargs="*", metavar="PROMPT", help="text; several prompts run together")
+    add_models(p.add_argument_group("models"))
+    add_prompts(p.add_argument_group("prompts"))
+    add_sampling(p.add_argument_group("sampling"))
+    add_execution(p.add_argument_group("execution"))
+    output = p.add_argument_group("output")
+    output.add_argument("--json", action="store_true", help="one JSON object per prompt on stdout, nothing else there")
+    output.add_argument("--quiet", action="store_true", help="only errors on stderr: no progress, no summary")
     return p
 
 
-def read_prompts(args: argparse.Namespace) -> list[Prompt]:
+def add_models(group: argparse._ArgumentGroup) -> None:
+    group.add_argument("--target", metavar="T", help="Hugging Face folder, hub id or .gguf file (default: the demo"
+                       " model SmolLM2-135M-Instruct, downloaded once: 93 MB)")  # fmt: skip
+    group.add_argument("--draft", metavar="D", help="draft folder or hub id made for that target; 'none' decodes"
+                       " without one (default: that of the demo model; with --target: none)")  # fmt: skip
+
+
+def add_prompts(group: argparse._ArgumentGroup) -> None:
+    group.add_argument("--prompts-file", metavar="F", help="a prompt a line: plain text, or JSON as \"text\","
+                       " {\"prompt\": …} or {\"messages\": […]}; '-' is stdin")  # fmt: skip
+    group.add_argument("--prompt-ids", metavar="1,2,3", action="append", help="a prompt as token ids, for which no"
+                       " tokenizer is needed; may be repeated")  # fmt: skip
+    group.add_argument("--raw", action="store_true", help="continue the text as it stands, without chat template")
+    group.add_argument("--system", metavar="TEXT", help="system message of the chat")
+
+
+def add_sampling(group: argparse._ArgumentGroup) -> None:
+    group.add_argument("--max-new-tokens", type=int, metavar="N", help="longest output in tokens (default: 256)")
+    group.add_argument("--temperature", type=float, metavar="T", help="0 is greedy (default); this version serves no"
+                       " other")  # fmt: skip
+    group.add_argument("--top-p", type=float, metavar="P", help="no effect on greedy decoding, nor have the next three")
+    group.add_argument("--top-k", type=int, metavar="K")
+    group.add_argument("--min-p", type=float, metavar="P")
+    group.add_argument("--seed", type=int, metavar="N")
+    group.add_argument("--stop", action="append", metavar="TEXT", help="text that ends the output and is cut from it;"
+                       " may be repeated")  # fmt: skip
+    group.add_argument("--ignore-eos", action="store_true", default=None, help="go on after end-of-text tokens")
+
+
+def add_execution(group: argparse._ArgumentGroup) -> None:
+    group.add_argument("--block-size", type=int, metavar="N", help="tokens per block, 2 to what the draft was trained"
+                       " for (default: that)")  # fmt: skip
+    group.add_argument("--dtype", choices=("auto", "float32", "bfloat16"), help="of weights and KV cache (default:"
+                       " auto = float32 on CPU, bfloat16 elsewhere)")  # fmt: skip
+    group.add_argument("--max-model-len", type=int, metavar="N", help="longest prompt and output together, in tokens"
+                       " (default: the model's, or what the KV cache holds)")  # fmt: skip
+    group.add_argument("--kernels", choices=("auto", "xla", "pallas", "triton"), help="default: auto, by platform")
+    group.add_argument("--platform", choices=("cpu", "gpu", "tpu"), help="default: the best one that JAX finds")
+    group.add_argument("--max-running-requests", type=int, metavar="N", help="prompts decoded at once (default: 8)")
+    group.add_argument("--kv-cache-bytes", type=int, metavar="N", help="memory for the KV cache of target and draft"
+                       " (default: 512 MiB on CPU, most of what is free elsewhere)")  # fmt: skip
+    group.add_argument("--disable-overlap", dest="overlap", action="store_false", default=None, help="read each round"
+                       " before the next is launched")  # fmt: skip
+    group.add_argument("--weights-cache", metavar="DIR", help="keep converted weights there, for faster starts")
+
+
+# -- prompts -----------------------------------------------------------------------------------------------------------
+
+
+def read_prompts(args: argparse.Namespace) -> list[Named]:
     """Prompts from the command line, in the order: arguments, ids, file."""
-    prompts: list[Any] = [checked_text(text, "the prompt") for text in args.prompts]
-    if args.prompt_ids is not None:
-        prompts.append(parse_ids(args.prompt_ids))
+    prompts: list[Any] = [*args.prompts, *map(parse_ids, args.prompt_ids or ())]
+    names = ["the prompt"] if len(prompts) == 1 else [f"prompt {i}" for i in range(1, len(prompts) + 1)]
+    found = [*zip(names, prompts, strict=True)]
     if args.prompts_file is not None:
-        prompts.extend(read_prompts_file(args.prompts_file))
-    if not prompts:
-        raise UserError("no prompt is given: pass one as an argument, or use --prompts-file or --prompt-ids")
-    return prompts
-
-
-def checked_text(text: str, name: str) -> str:
-    if not text.strip():
-        raise UserError(f"{name} is empty")
-    return text
-
-
-def parse_ids(text: str) -> list[int]:
-    try:
-        return [int(part) for part in text.split(",")]
-    except ValueError:
-        raise UserError(f"--prompt-ids must be integers separated by commas, not {text!r}") from None
-
-
-def read_prompts_file(name: str) -> Iterator[Any]:
-    """One prompt a line: plain text, a JSON string, {"prompt": text or ids} or {"messages": […]}."""
-    try:
-        with open(sys.stdin.fileno() if name == "-" else name, encoding="utf-8", closefd=name != "-") as file:
-            lines = file.read().splitlines()
-    except OSError as error:
-        raise UserError(f"cannot read --prompts-file {name}: {error.strerror}") from error
-    except UnicodeDecodeError as error:
-        raise UserError(f"--prompts-file {name} is not UTF-8 text: {error}") from error
-    found = [(i, line) for i, line in enumerate(lines, 1) if line.strip()]
+        found += read_prompts_file(args.prompts_file)
     if not found:
-        raise UserError(f"--prompts-file {name} holds no prompt")
-    return iter([parse_line(line, f"{name} line {i}") for i, line in found])
-
-
-def parse_line(line: str, where: str) -> Any:
-    if line.lstrip()[0] not in '{"':
-        return line
-    try:
-        value = json.loads(line)
-    except ValueError:
-        if line.lstrip()[0] == '"':
-            return line  # a line of plain text that begins with a quotation mark
-        raise UserError(f"{where} begins like JSON but is not valid JSON: {line[:60]!r}") from None
-    if isinstance(value, str):
-        return checked_text(value, where)
-    for key in ("messages", "prompt"):
-        if key in value:
-            return checked_prompt(value[key], key, where)
-    raise UserError(f"{where} needs a key 'prompt' or 'messages', and has {', '.join(value) or 'none'}")
-
-
-def checked_prompt(value: Any, key: str, where: str) -> Any:
-    """`prompt` is text or a list of ids; `messages` a list of objects (whose content the chat template checks)."""
-    if key == "prompt" and isinstance(value, str):
-        return checked_text(value, where)
-    kind = int if key == "prompt" else dict
-    if isinstance(value, list) and value and all(type(item) is kind for item in value):
-        return value
-    wanted = "text or a list of token ids" if key == "prompt" else "a list of message objects"
-    raise UserError(f"{where}: {key} must be {wanted}, not {json.dumps(value)[:60]}")
+        raise UserError("no prompt is given: pass one as an argument, or use --prompts-file or --prompt-ids")
+    for name, prompt in found:
+        if isinstance(prompt, str) and not prompt.strip():
+            raise UserError(f"{name} is empty")
+    return found
 
 
 def with_template(llm: LLM, prompt: Any, args: argparse.Namespace) -> Any:
-    """A text becomes a user message when the tokenizer has a chat template, unless --raw."""
-    system = [{"role": "system", "content": args.system}] if args.system is not None else []
+    """A text becomes a user message when the tokenizer has a chat template, unless --raw; --system goes first."""
+    if isinstance(prompt, str) and not args.raw and llm.tokenizer and llm.tokenizer.chat_template is not None:
+        prompt = [{"role": "user", "content": prompt}]
+    if args.system is None:
+        return prompt
     if isinstance(prompt, str):
-        if args.raw or llm.tokenizer is None or llm.tokenizer.chat_template is None:
-            if system:
-                reason = "--raw is given" if args.raw else f"target {llm.target} has none"
-                raise UserError(f"--system needs a chat template, and {reason}")
-            return prompt
-        return [*system, {"role": "user", "content": prompt}]
-    if isinstance(prompt[0], dict) and system and prompt[0].get("role") != "system":
-        return [*system, *prompt]
-    return prompt
+        reason = "--raw is given" if args.raw else f"target {llm.target} has none"
+        raise UserError(f"--system needs a chat template, and {reason}")
+    if not isinstance(prompt[0], dict):
+        raise UserError("--system needs prompts of text or messages, and token ids are given")
+    return prompt if prompt[0].get("role") == "system" else [{"role": "system", "content": args.system}, *prompt]
+
+
+# -- a run -------------------------------------------------------------------------------------------------------------
 
 
 def sampling_params(args: argparse.Namespace) -> SamplingParams:
@@ -165,7 +157,8 @@ def load_llm(args: argparse.Namespace) -> LLM:
     names = ("block_size", "dtype", "max_model_len", "kernels", "max_running_requests", "kv_cache_bytes", "overlap",
              "weights_cache")  # fmt: skip
     options = {name: getattr(args, name) for name in names if getattr(args, name) is not None}
-    return LLM(args.target, args.draft, platform=args.platform, progress=not args.quiet, **options)
+    bars = not args.quiet and sys.stderr.isatty()  # elsewhere, bars are a flood of lines
+    return LLM(args.target, args.draft, platform=args.platform, progress=bars, **options)
 
 
 class Printer:
@@ -183,7 +176,7 @@ class Printer:
         while self.turn < len(self.jobs):
             job = self.jobs[self.turn]
             if not self.as_json:
-                self._write(job.new_text() if job.stream else job.new_ids())
+                write(job.new_text() if job.stream else job.new_ids())
             if not job.finished:
                 return
             self._end(job)
@@ -191,9 +184,9 @@ class Printer:
 
     def _end(self, job: Job) -> None:
         if self.as_json:
-            self._write(json.dumps(self.record(job), ensure_ascii=False) + "\n")
+            write(json.dumps(self.record(job), ensure_ascii=False) + "\n")
         else:
-            self._write("\n" if self.turn + 1 == len(self.jobs) else "\n\n")
+            write("\n" if self.turn + 1 == len(self.jobs) else "\n\n")
 
     def record(self, job: Job) -> dict[str, Any]:
         out = job.output()
@@ -215,68 +208,119 @@ class Printer:
             "platform": self.llm.platform,
         }
 
-    def _write(self, text: str) -> None:
-        if text:
-            sys.stdout.write(text)
-            sys.stdout.flush()
+
+def write(text: str) -> None:
+    """To stdout, at once."""
+    if not text:
+        return
+    try:
+        sys.stdout.write(text)
+        sys.stdout.flush()
+    except BrokenPipeError:
+        raise
+    except OSError as error:
+        leave_stdout()
+        raise UserError(f"cannot write to stdout: {error.strerror}") from error
+
+
+def leave_stdout() -> None:
+    """Point stdout elsewhere, so that Python's own flush at exit does not fail again."""
+    os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
 
 
 def summary(outputs: Sequence[RequestOutput], took_s: float, compile_s: float) -> str:
-    """tokens, seconds, tok/s, mean acceptance; compiling (or reading compiled steps) is counted apart."""
+    """Tokens, seconds, tok/s, mean acceptance; compiling (or reading compiled steps) is counted apart."""
     tokens = sum(len(out.token_ids) for out in outputs)
     accepted = [length for out in outputs for length in out.accept_lengths]
-    compiling = f" (and {compile_s:.1f} s to make the steps ready)" if compile_s else ""
     mean = f"{sum(accepted) / len(accepted):.2f}" if accepted else "-"
-    return f"{tokens} tokens in {took_s:.2f} s, {tokens / max(took_s, 1e-9):.1f} tok/s, mean acceptance {mean}{compiling}"
+    aborted = sum(out.finish_reason == "abort" for out in outputs)
+    notes = [f"{compile_s:.1f} s to make the steps ready not counted"] if compile_s else []
+    notes += [f"{aborted} of {len(outputs)} prompts not finished"] if aborted else []
+    return (
+        f"{tokens} token{'s' if tokens != 1 else ''} in {took_s:.2f} s, {tokens / max(took_s, 1e-9):.1f} tok/s,"
+        f" mean acceptance {mean}" + (f" ({'; '.join(notes)})" if notes else "")
+    )
 
 
 def run(args: argparse.Namespace) -> int:
     prompts = read_prompts(args)
     params = sampling_params(args)
     llm = load_llm(args)
-    compile_s = llm.engine.compile_s
-    jobs = llm.make_jobs([with_template(llm, prompt, args) for prompt in prompts], params)
-    printer = Printer(llm, prompts, jobs, args.json)
-    start_s = time.perf_counter()
-    serving = llm.serve(jobs)
-    code = 0
-    try:
-        for _ in serving:
-            printer.show()
-    except KeyboardInterrupt:
-        code = EXIT_INTERRUPTED
-    finally:
-        serving.close()
-    printer.show()
-    compile_s = llm.engine.compile_s - compile_s
-    took_s = time.perf_counter() - start_s - compile_s
+    names, originals = zip(*prompts, strict=True)
+    jobs = llm.make_jobs([with_template(llm, prompt, args) for prompt in originals], params, names)
+    before_s, compiled_s = time.perf_counter(), llm.engine.compile_s
+    code = serve(llm, jobs, Printer(llm, originals, jobs, args.json))
+    compile_s = llm.engine.compile_s - compiled_s
+    took_s = time.perf_counter() - before_s - compile_s
     if not args.quiet:
-        print(summary([job.output() for job in jobs if job.request], took_s, compile_s), file=sys.stderr)
+        print(summary([job.output() for job in jobs], took_s, compile_s), file=sys.stderr)
+    for job in jobs:
+        if job.error:
+            print(f"error: {job.error}", file=sys.stderr)
+            code = code or EXIT_USER_ERROR
     return code
+
+
+def serve(llm: LLM, jobs: Sequence[Job], printer: Printer) -> int:
+    """Run and show the jobs; the exit code.  A signal ends them between two steps, with everything shown."""
+    from dflash_jax.engine.interrupts import HeldInterrupts
+
+    try:
+        with HeldInterrupts() as held:
+            serving = llm.serve(jobs)
+            for _ in serving:
+                printer.show()
+                if held.arrived:
+                    break
+            serving.close()
+            printer.show()
+    except KeyboardInterrupt as error:
+        return signal_code(error)
+    return 0
+
+
+def signal_code(error: KeyboardInterrupt) -> int:
+    return EXIT_SIGNAL + (error.args[0] if error.args else signal.SIGINT)
 
 
 def main(argv: Sequence[str] | None = None) -> int:
     """Run the command line; returns the exit code."""
     try:
-        args = make_parser().parse_args(argv)
+        configure_stdout(errors="replace")
+        args = make_parser().parse_intermixed_args(argv)
         configure_logging(args.quiet)
+        if args.json:
+            configure_stdout(errors="backslashreplace", encoding="utf-8")  # half a surrogate becomes a JSON escape
         return run(args)
     except UserError as error:
         print(f"error: {error}", file=sys.stderr)
         return EXIT_USER_ERROR
-    except KeyboardInterrupt:
-        return EXIT_INTERRUPTED
-    except BrokenPipeError:
-        # The reader has gone. Point stdout elsewhere, so that Python's own flush at exit does not fail again.
-        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
-        return EXIT_CLOSED_PIPE
+    except KeyboardInterrupt as error:
+        return signal_code(error)
+    except BrokenPipeError:  # the reader has gone
+        leave_stdout()
+        return EXIT_SIGNAL + signal.SIGPIPE
 
 
 def configure_logging(quiet: bool) -> None:
-    logging.basicConfig(stream=sys.stderr, format="%(message)s", level=logging.WARNING)
-    logging.getLogger("dflash_jax").setLevel(logging.ERROR if quiet else logging.INFO)
+    """The library's log on stderr, a line each."""
+    handler = logging.StreamHandler(sys.stderr)
+    log = logging.getLogger("dflash_jax")
+    log.handlers[:] = [handler]
+    log.setLevel(logging.ERROR if quiet else logging.INFO)
+
+
+def configure_stdout(errors: str, encoding: str | None = None) -> None:
+    """JSON is UTF-8 whatever the terminal; text gets question marks where the terminal cannot show it."""
+    if isinstance(sys.stdout, io.TextIOWrapper):
+        sys.stdout.reconfigure(errors=errors, encoding=encoding)
+
+
+def raise_interrupt(number: int, frame: FrameType | None) -> NoReturn:
+    raise KeyboardInterrupt(number)
 
 
 if __name__ == "__main__":
-    signal.signal(signal.SIGTERM, signal.default_int_handler)  # a polite kill keeps the text too
+    for number in (signal.SIGINT, signal.SIGTERM):  # a polite kill keeps the text too
+        signal.signal(number, raise_interrupt)
     sys.exit(main())

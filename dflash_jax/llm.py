@@ -5,14 +5,16 @@ from __future__ import annotations
 import dataclasses
 import logging
 from collections.abc import Generator, Iterator, Mapping, Sequence
+from numbers import Integral
 from typing import Any
 
 import jax
 from tqdm import tqdm
 
 from dflash_jax.demo import demo_draft_path, demo_target_path
-from dflash_jax.engine.build import use_platform
 from dflash_jax.engine.engine import Engine, check_ids
+from dflash_jax.engine.interrupts import HeldInterrupts
+from dflash_jax.engine.loop import Update
 from dflash_jax.engine.request import Request
 from dflash_jax.engine.settings import EngineSettings
 from dflash_jax.errors import UserError
@@ -29,10 +31,13 @@ Prompt = str | Sequence[int] | Sequence[Mapping[str, Any]]
 
 @dataclasses.dataclass
 class RequestOutput:
-    """What became of one prompt; complete once `finish_reason` is set.
+    """What became of one prompt.
 
-    accept_lengths: tokens committed by each round, bonus included (the first token comes from prefill and is in
-    no round).  text is None when the target has no tokenizer.  Times in seconds.
+    token_ids: generated ones, with the stop token that ended them.  text: theirs, without that token and without the
+    stop text; None when the target has no tokenizer.  finish_reason: "stop", "length" or "abort" (`error` says why,
+    when the model is to blame).  accept_lengths: tokens committed by each round, bonus included; the first token comes
+    from prefill and is in no round.  cached_tokens: prompt tokens found in the prefix cache.  Seconds:
+    time_to_first_token_s counts from submission and includes compiling, decode_s (all tokens but the first) does not.
     """
 
     prompt: Prompt
@@ -44,6 +49,7 @@ class RequestOutput:
     cached_tokens: int
     time_to_first_token_s: float | None
     decode_s: float | None
+    error: str | None = None
 
     @property
     def rounds(self) -> int:
@@ -60,29 +66,49 @@ class RequestOutput:
         return sum(self.accept_lengths) / self.decode_s if self.rounds and self.decode_s else None
 
 
-class Job:
-    """One prompt on its way: its request, its text, what has been shown of it."""
+class GenerationError(UserError):
+    """Some prompts could not be finished: a sentence for each.  `outputs` are those of all prompts, in their order."""
 
-    def __init__(self, prompt: Prompt, ids: list[int], params: SamplingParams, tokenizer: Tokenizer | None):
+    def __init__(self, outputs: Sequence[RequestOutput]):
+        self.outputs = list(outputs)
+        super().__init__("; ".join(out.error for out in outputs if out.error))
+
+
+class Job:
+    """One prompt on its way: its request, its text, what has been shown of it.  `name` stands for it in messages."""
+
+    def __init__(self, name: str, prompt: Prompt, ids: list[int], params: SamplingParams, llm: LLM):
+        self.name = name
         self.prompt = prompt
         self.ids = ids
         self.params = params
-        self.stream = TextStream(tokenizer, params.stop) if tokenizer else None
+        self.stream = TextStream(llm.tokenizer, params.stop) if llm.tokenizer else None
         self.request: Request | None = None
-        self.shown = 0
+        self._engine = llm.engine
+        self._shown = 0
+        self._compile_s: list[float] = []  # the engine's `compile_s` at the first token and at the latest
 
     @property
     def finished(self) -> bool:
         return self.request is not None and self.request.finished
 
-    def on_tokens(self, request: Request, tokens: Sequence[int]) -> bool:
-        """Engine callback: True when a stop string is complete; tokens after it are taken back."""
+    def submit(self, eos_token_ids: Sequence[int]) -> None:
+        self.request = self._engine.add_request(
+            self.ids, self.params, on_tokens=self._on_tokens, eos_token_ids=eos_token_ids
+        )
+
+    def _on_tokens(self, request: Request, tokens: Sequence[int]) -> bool:
+        """Engine callback: True when a stop text is complete; tokens after it are taken back."""
+        self._compile_s = [*self._compile_s[:1], self._engine.compile_s]
         if self.stream is None:
             return False
-        used = self.stream.add(tokens)
+        ends_by_token = request.finish_reason == "stop"  # by its last one, which is no part of the text
+        used = self.stream.add(tokens[:-1] if ends_by_token else tokens)
         if used is not None:
             request.drop_tail(len(tokens) - used)
-        return used is not None
+        elif request.finished:
+            self.stream.finish()
+        return self.stream.stopped
 
     def new_text(self) -> str:
         """Text that may be shown and has not been."""
@@ -90,33 +116,49 @@ class Job:
             return ""
         if self.finished:
             self.stream.finish()
-        text = self.stream.text if self.finished else self.stream.released
-        new, self.shown = text[self.shown :], max(self.shown, len(text))
+        text = self.stream.released
+        new, self._shown = text[self._shown :], max(self._shown, len(text))
         return new
 
     def new_ids(self) -> str:
         """For a target without a tokenizer: the ids not shown yet, as a continuation of a comma-separated list."""
         ids = self.request.output_ids if self.request else []
-        new = "".join(f",{token}" if i or self.shown else str(token) for i, token in enumerate(ids[self.shown :]))
-        self.shown = len(ids)
+        new = "".join(f",{token}" if i or self._shown else str(token) for i, token in enumerate(ids[self._shown :]))
+        self._shown = len(ids)
         return new
 
+    @property
+    def error(self) -> str | None:
+        if self.request is None or self.request.finish_reason != "error":
+            return None
+        after = f"after {len(self.request.output_ids)} tokens" if self.request.output_ids else "at its first token"
+        return (
+            f"{self.name} had to be given up {after}: the target's logits are not numbers (NaN);"
+            " its weights are damaged or their values too large for the dtype in use"
+        )
+
     def output(self) -> RequestOutput:
-        request = self.request
-        assert request is not None
-        self.new_text()
-        first, end = request.first_token_s, request.finish_s
+        """What there is so far; a job that was never submitted counts as aborted."""
+        request = self.request or Request("", self.ids, 1, finish_reason="abort")
+        if self.stream and request.finish_reason:
+            self.stream.finish()
+        first_s, end_s = request.first_token_s, request.finish_s
         return RequestOutput(
             prompt=self.prompt,
             prompt_token_ids=self.ids,
             token_ids=list(request.output_ids),
             text=self.stream.text if self.stream else None,
-            finish_reason=request.finish_reason,
+            finish_reason="abort" if self.error else request.finish_reason,
             accept_lengths=list(request.accept_lengths),
             cached_tokens=request.cached_tokens,
-            time_to_first_token_s=None if first is None else first - request.arrival_s,
-            decode_s=None if first is None or end is None else max(end - first, 0.0),
+            time_to_first_token_s=None if first_s is None else first_s - request.arrival_s,
+            decode_s=None if first_s is None or end_s is None else self._decode_s(end_s - first_s),
+            error=self.error,
         )
+
+    def _decode_s(self, wall_s: float) -> float:
+        compiling_s = self._compile_s[-1] - self._compile_s[0] if self._compile_s else 0.0
+        return max(wall_s - compiling_s, 0.0)
 
 
 class LLM:
@@ -127,6 +169,7 @@ class LLM:
 
     Without a target it is the demo pair; with a target and no draft it decodes plainly.  Other options are those
     of `EngineSettings`.  `platform` (cpu, gpu or tpu) must be given before JAX is used for anything else.
+    Not thread-safe, as the engine below it.
     """
 
     def __init__(
@@ -138,7 +181,7 @@ class LLM:
         self.engine = Engine(make_settings(target, draft, options))
         self.tokenizer = load_tokenizer(self.engine.loaded.checkpoint.path)
         eos = self.tokenizer.eos_token_ids if self.tokenizer else ()
-        self._eos = tuple(dict.fromkeys((*self.engine.loaded.config.eos_token_ids, *eos)))
+        self.eos_token_ids = tuple(dict.fromkeys((*self.engine.loaded.config.eos_token_ids, *eos)))
 
     @property
     def target(self) -> str:
@@ -166,85 +209,132 @@ class LLM:
         """Outputs in the order of the prompts; a single prompt counts as a list of one.
 
         A text is continued as it stands; chat messages go through the model's chat template.  `params` is one for
-        all prompts or one each.
+        all prompts or one each.  UserError for a bad prompt, before any of them runs; GenerationError, after all
+        others are done, for one on which the model itself fails.
         """
         jobs = self.make_jobs(prompts, params)
         with tqdm(total=len(jobs), desc="prompts", disable=not progress) as bar:
             for job in self.serve(jobs):
                 bar.update(job.finished)
-        return [job.output() for job in jobs]
+        outputs = [job.output() for job in jobs]
+        if any(out.error for out in outputs):
+            raise GenerationError(outputs)
+        return outputs
 
     def stream(self, prompt: Prompt, params: SamplingParams | None = None) -> Iterator[str]:
         """The text of one prompt, piece by piece as it is accepted.  Leaving early aborts the request."""
         if self.tokenizer is None:
             raise UserError(f"target {self.target} has no tokenizer, so there is no text to stream")
-        for job in self.serve(self.make_jobs(prompt, params)):
+        jobs = self.make_jobs([prompt], params)
+        return self._stream(jobs[0])
+
+    def _stream(self, job: Job) -> Iterator[str]:
+        for _ in self.serve([job]):
             if text := job.new_text():
                 yield text
+        if text := job.new_text():  # it may have ended in steps that others took
+            yield text
+        if job.error:
+            raise GenerationError([job.output()])
+
+    # -- for front ends that show several prompts as they go --------------------------------------------------------
 
     def make_jobs(
-        self, prompts: Prompt | Sequence[Prompt], params: SamplingParams | Sequence[SamplingParams] | None = None
+        self,
+        prompts: Prompt | Sequence[Prompt],
+        params: SamplingParams | Sequence[SamplingParams] | None = None,
+        names: Sequence[str] | None = None,
     ) -> list[Job]:
-        """Prompts as token ids, checked before any of them runs."""
+        """Prompts as token ids, checked before any of them runs.  `names` stand for the prompts in messages."""
         listed = prompt_list(prompts)
-        each = [params] * len(listed) if params is None or isinstance(params, SamplingParams) else list(params)
-        if len(each) != len(listed):
-            raise UserError(f"{len(each)} sampling parameters for {len(listed)} prompts")
-        return [
-            self._job(prompt, one or SamplingParams(), f"prompt {i} " if len(listed) > 1 else "the prompt ")
-            for i, (prompt, one) in enumerate(zip(listed, each, strict=True), 1)
-        ]
+        if names is None:
+            names = [f"prompt {i}" for i in range(1, len(listed) + 1)] if len(listed) > 1 else ["the prompt"]
+        each = params_list(params, len(listed))
+        return [self._job(*one) for one in zip(names, listed, each, strict=True)]
 
-    def _job(self, prompt: Prompt, params: SamplingParams, label: str) -> Job:
+    def _job(self, name: str, prompt: Prompt, params: SamplingParams) -> Job:
         if params.stop and self.tokenizer is None:
             raise UserError(f"target {self.target} has no tokenizer, so stop texts cannot be found: use stop_token_ids")
-        ids = self.encode(prompt)
-        check_ids(label.strip(), ids, self.engine.loaded.config.vocab_size)
-        if not ids:
-            raise UserError(f"{label}is empty")
+        try:
+            ids = self.encode(prompt)
+        except UserError as error:
+            raise UserError(f"{name}: {error}") from error
+        check_ids(name, ids, self.engine.loaded.config.vocab_size)
         longest = self.engine.max_model_len
+        if not ids:
+            raise UserError(f"{name} is empty")
         if len(ids) >= longest:
-            room = f"which leaves no room for a new one in max_model_len {longest}"
-            raise UserError(f"{label}has {len(ids)} tokens, {room}")
-        return Job(prompt, ids, params, self.tokenizer)
+            raise UserError(f"{name} has {len(ids)} tokens, which leaves no room for a new one in the {longest} of"
+                            " max_model_len")  # fmt: skip
+        return Job(name, prompt, ids, params, self)
 
     def encode(self, prompt: Prompt) -> list[int]:
         """Token ids of a prompt of any kind."""
-        if not isinstance(prompt, str) and not (prompt and isinstance(prompt[0], Mapping)):
-            return list(prompt)  # type: ignore[arg-type]
-        if self.tokenizer is None:
-            raise UserError(f"target {self.target} has no tokenizer: give token ids (--prompt-ids) instead of text")
         if isinstance(prompt, str):
-            return self.tokenizer.encode(prompt)
-        return encode_chat(self.tokenizer, prompt)  # type: ignore[arg-type]
+            return self._need_tokenizer().encode(prompt)
+        if isinstance(prompt, (bytes, Mapping)) or not hasattr(prompt, "__iter__"):
+            raise UserError(f"a prompt is text, a list of token ids or a list of chat messages, not {prompt!r:.60}")
+        items: list[Any] = list(prompt)
+        if items and isinstance(items[0], Mapping):
+            return encode_chat(self._need_tokenizer(), items)
+        return [int(item) if _is_integer(item) else item for item in items]
+
+    def _need_tokenizer(self) -> Tokenizer:
+        if self.tokenizer is None:
+            raise UserError(f"target {self.target} has no tokenizer: give token ids instead of text")
+        return self.tokenizer
 
     def serve(self, jobs: Sequence[Job]) -> Generator[Job, None, None]:
-        """Run jobs together; yields a job each time it has new tokens.  Leaving early aborts those not finished."""
-        by_id: dict[str, Job] = {}
+        """Run jobs together; yields a job each time it has new tokens or ends.  Leaving early aborts those left."""
         try:
             for job in jobs:
-                job.request = self.engine.add_request(
-                    job.ids, job.params, on_tokens=job.on_tokens, eos_token_ids=self._eos
-                )
-                by_id[job.request.request_id] = job
+                job.submit(self.eos_token_ids)
+            by_id = {job.request.request_id: job for job in jobs if job.request}
             while not all(job.finished for job in jobs):
-                for update in self.engine.step():
+                for update in self._step():
                     if update.request.request_id in by_id:
                         yield by_id[update.request.request_id]
-        finally:
-            for job in jobs:
-                if job.request is not None and not job.finished:
-                    self.engine.abort(job.request.request_id)
-            while self.engine.has_work:  # a launch in flight is read, so that its pages are free again
-                self.engine.step()
+        except (GeneratorExit, KeyboardInterrupt, UserError):  # the engine is well; after any other error it is not
+            self._abort(jobs)
+            raise
+        self._settle()
+
+    def _step(self) -> list[Update]:
+        with HeldInterrupts():
+            return self.engine.step()
+
+    def _abort(self, jobs: Sequence[Job]) -> None:
+        for job in jobs:
+            if job.request is not None and not job.finished:
+                self.engine.abort(job.request.request_id)
+        self._settle()
+
+    def _settle(self) -> None:
+        """Read what is still in flight, so that its pages are free again."""
+        while self.engine.has_work:
+            self._step()
 
 
-def prompt_list(prompts: Prompt | Sequence[Prompt]) -> list[Prompt]:
+def prompt_list(prompts: Any) -> list[Any]:
     """One prompt (text, ids or messages) or several, as a list."""
-    if isinstance(prompts, str):
+    if isinstance(prompts, (str, bytes, Mapping)) or not hasattr(prompts, "__iter__"):
         return [prompts]
     items: list[Any] = list(prompts)
-    return [items] if items and isinstance(items[0], (int, Mapping)) else items
+    return [items] if items and (_is_integer(items[0]) or isinstance(items[0], Mapping)) else items
+
+
+def params_list(params: SamplingParams | Sequence[SamplingParams] | None, count: int) -> list[SamplingParams]:
+    """Sampling parameters for each of `count` prompts."""
+    if params is None or isinstance(params, SamplingParams):
+        return [params or SamplingParams()] * count
+    each = list(params)
+    if len(each) != count:
+        raise UserError(f"{len(each)} sampling parameters for {count} prompts")
+    return each
+
+
+def _is_integer(value: object) -> bool:
+    return isinstance(value, Integral) and not isinstance(value, bool)
 
 
 def make_settings(target: str, draft: str, options: Mapping[str, Any]) -> EngineSettings:
@@ -258,7 +348,7 @@ def make_settings(target: str, draft: str, options: Mapping[str, Any]) -> Engine
 def choose_pair(target: str | None, draft: str | None) -> tuple[str, str]:
     """Target and draft to open: without a target the demo pair, without a draft plain decoding."""
     if target is None:
-        target = str(demo_target_path())
+        target = str(demo_target_path(progress=log.isEnabledFor(logging.WARNING)))
         if draft is None:
             shipped = demo_draft_path()
             if shipped is None:
@@ -269,8 +359,27 @@ def choose_pair(target: str | None, draft: str | None) -> tuple[str, str]:
     return target, draft or "none"
 
 
+def use_platform(name: str | None) -> None:
+    """Make JAX use `cpu`, `gpu` or `tpu`; None leaves the choice to JAX.  UserError where that is not to be had."""
+    if name is None:
+        return
+    if name not in ("cpu", "gpu", "tpu"):
+        raise UserError(f"platform {name!r} is not one of cpu, gpu, tpu")
+    before = jax.config.jax_platforms  # pyright: ignore[reportAttributeAccessIssue]
+    # With the CPU beside it, a platform whose plugin is not installed is simply not found.
+    jax.config.update("jax_platforms", "cpu" if name == "cpu" else f"{'cuda' if name == 'gpu' else name},cpu")
+    try:
+        found = jax.default_backend()
+        reason = f"JAX finds only {found}"
+    except RuntimeError as error:
+        found, reason = None, str(error).partition(" (set JAX_PLATFORMS")[0].splitlines()[0]
+    if found != name:
+        jax.config.update("jax_platforms", before)
+        raise UserError(f"platform {name!r} cannot be used here: {reason}")
+
+
 def use_compilation_cache() -> None:
     """Keep compiled steps in the user's cache folder, unless JAX has been told of another place."""
-    if jax.config.jax_compilation_cache_dir is None:
+    if jax.config.jax_compilation_cache_dir is None:  # pyright: ignore[reportAttributeAccessIssue]
         jax.config.update("jax_compilation_cache_dir", str(cache_folder() / "compiled"))
         jax.config.update("jax_persistent_cache_min_compile_time_secs", 0.5)

@@ -21,6 +21,7 @@ class TextStream:
         self._longest = max(map(len, self._stop), default=0)
         self.text = ""
         self.stopped = False
+        self._finished = False
 
     def add(self, tokens: Sequence[int]) -> int | None:
         """Take tokens in order.  Returns how many were used when a stop string was completed, else None."""
@@ -31,18 +32,22 @@ class TextStream:
         return None
 
     def finish(self) -> None:
-        """No more tokens come: what was held back for a half character becomes text."""
-        if not self.stopped:
+        """No more tokens come: what was held back for a half character becomes text.  Further calls change nothing."""
+        if not self.stopped and not self._finished:
             self._append(self._detokenizer.finish())
+        self._finished = True
 
     @property
     def released(self) -> str:
         """The part of `text` that no later token can take back."""
-        held = 0
-        for size in range(1, min(self._longest, len(self.text) + 1)):
-            if any(stop.startswith(self.text[-size:]) for stop in self._stop):
-                held = size
+        if self.stopped or self._finished:
+            return self.text
+        sizes = range(min(self._longest - 1, len(self.text)), 0, -1)
+        held = next((size for size in sizes if self._may_begin_stop(self.text[-size:])), 0)
         return self.text[: len(self.text) - held]
+
+    def _may_begin_stop(self, tail: str) -> bool:
+        return any(stop.startswith(tail) for stop in self._stop)
 
     def _append(self, new: str) -> None:
         """Add text and cut it at the first stop string, which may have begun in earlier text."""
