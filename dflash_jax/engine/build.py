@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import logging
+from pathlib import Path
 from typing import Any
 
 import jax
@@ -17,7 +18,7 @@ from dflash_jax.engine.runner import DeviceRunner, RunnerSizes
 from dflash_jax.engine.settings import CPU_KV_CACHE_BYTES, DEVICE_MEMORY_SHARE, EngineSettings
 from dflash_jax.errors import UserError
 from dflash_jax.ops import select
-from dflash_jax.params import Params, tree_bytes
+from dflash_jax.params import tree_bytes
 from dflash_jax.sharding import make_mesh
 from dflash_jax.state import init_state
 from dflash_jax.steps import StepConfig, Steps
@@ -48,15 +49,16 @@ def load(settings: EngineSettings) -> Loaded:
     platform = mesh.devices.flat[0].platform
     dtype = choose_dtype(settings.dtype, platform)
     checkpoint = open_target(settings.target)
+    cache = Path(settings.weights_cache).expanduser() if settings.weights_cache else None
     if settings.draft == "none":
         if settings.block_size is not None:
             raise UserError(f"block_size {settings.block_size} needs a draft, and draft is 'none'")
-        weights = Weights(load_target(checkpoint, dtype, mesh, settings.progress), None)
+        weights = Weights(load_target(checkpoint, dtype, mesh, settings.progress, cache), None)
         return Loaded(checkpoint, NoDrafter(), weights, dtype, platform, mesh)
     draft = open_draft(settings.draft, checkpoint.config)
     check_block_size(settings.block_size, draft.config.block_size)
-    target_params = load_target(checkpoint, dtype, mesh, settings.progress)
-    draft_params: Params = load_draft(draft, dtype, mesh, settings.progress)
+    target_params = load_target(checkpoint, dtype, mesh, settings.progress, cache)
+    draft_params = load_draft(draft, dtype, mesh, settings.progress, cache)
     drafter = DFlashDrafter(draft.config)
     return Loaded(checkpoint, drafter, Weights(target_params, draft_params), dtype, platform, mesh)
 

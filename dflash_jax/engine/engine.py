@@ -16,6 +16,7 @@ from dflash_jax.engine.scheduler import SchedulerConfig
 from dflash_jax.engine.settings import EngineSettings
 from dflash_jax.errors import UserError
 from dflash_jax.sampling import SamplingParams
+from dflash_jax.state import MAX_STOP_IDS
 
 log = logging.getLogger("dflash_jax")
 OnTokens = Callable[[Request, Sequence[int]], bool]
@@ -92,6 +93,8 @@ class Engine:
             priority=priority,
             sampling=params,
         )
+        if len(request.stop_ids) > MAX_STOP_IDS:
+            raise UserError(f"{len(request.stop_ids)} stop tokens are more than the {MAX_STOP_IDS} a request may have")
         self._loop.add(request)
         if on_tokens is not None:
             self._callbacks[request.request_id] = on_tokens

@@ -10,8 +10,8 @@ from collections.abc import Mapping, Sequence
 from functools import cached_property
 from pathlib import Path
 
+from dflash_jax.config.gguf_header import read_gguf_header
 from dflash_jax.errors import UserError
-from dflash_jax.text.gguf_metadata import read_gguf_metadata
 from dflash_jax.text.gguf_tokenizer import has_tokenizer, parts_from_metadata
 from dflash_jax.text.hf_folder import has_tokenizer_files, read_folder
 from dflash_jax.text.parts import TokenizerParts
@@ -34,7 +34,7 @@ class Tokenizer:
     @classmethod
     def from_gguf(cls, path: str | Path) -> Tokenizer:
         """From a GGUF file's metadata; UserError when its tokenizer is not byte-level BPE of a known family."""
-        return cls.from_gguf_metadata(read_gguf_metadata(path), source=str(path))
+        return cls.from_gguf_metadata(read_gguf_header(Path(path), arrays=True).pairs, source=str(path))
 
     @classmethod
     def from_gguf_metadata(cls, fields: Mapping[str, object], source: str = "GGUF metadata") -> Tokenizer:
@@ -129,7 +129,7 @@ def load_tokenizer(path: str | Path) -> Tokenizer | None:
         return Tokenizer.from_folder(path) if has_tokenizer_files(path) else None
     if not path.is_file():
         raise UserError(f"{path}: no such model folder or GGUF file")
-    fields = read_gguf_metadata(path)
+    fields = read_gguf_header(Path(path), arrays=True).pairs
     return Tokenizer.from_gguf_metadata(fields, source=str(path)) if has_tokenizer(fields) else None
 
 

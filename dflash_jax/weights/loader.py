@@ -39,7 +39,7 @@ def load_params(
     total = sum(spec.size for _, spec in walk(specs)) * np.dtype(dtype).itemsize
     with (
         ThreadPoolExecutor(THREADS) as pool,
-        tqdm(total=total, desc="loading", unit="B", unit_scale=True, disable=not progress) as bar,
+        tqdm(total=total, desc="loading", unit="B", unit_scale=True, disable=None if progress else True) as bar,
     ):
 
         def leaf(path: str, spec: ParamSpec) -> Any:

@@ -8,9 +8,9 @@ import pytest
 import tokenizers
 from tokenizers import Regex
 
+from dflash_jax.config.gguf_header import read_gguf_header
 from dflash_jax.errors import UserError
 from dflash_jax.text import Tokenizer, load_tokenizer
-from dflash_jax.text.gguf_metadata import read_gguf_metadata
 from dflash_jax.text.pretokenizers import FAMILIES
 
 from . import tiny
@@ -151,7 +151,7 @@ def test_a_token_listed_twice(backend: tokenizers.Tokenizer) -> None:
 
 def test_metadata_values_come_back(tmp_path: Path) -> None:
     fields: dict[str, object] = {"s": "é\n你", "n": 7, "b": True, "words": ["a", "", "ü"], "ints": [1, -2, 3]}
-    read = read_gguf_metadata(tiny.write_gguf(tmp_path / "x.gguf", fields))
+    read = read_gguf_header(tiny.write_gguf(tmp_path / "x.gguf", fields), arrays=True).pairs
     assert {key: read[key] for key in fields} == fields
     assert read["general.architecture"] == "llama"
 
@@ -161,7 +161,7 @@ def test_every_cut_of_a_file_is_one_sentence(backend: tokenizers.Tokenizer, tmp_
     part = tmp_path / "part.gguf"
     for length in [*range(0, 120), *range(120, len(whole) - 1, 97)]:
         part.write_bytes(whole[:length])
-        with pytest.raises(UserError, match="part.gguf: not a usable GGUF file: ") as caught:
+        with pytest.raises(UserError, match="part.gguf is not a usable GGUF file: ") as caught:
             Tokenizer.from_gguf(part)
         assert "\n" not in str(caught.value)
 
@@ -172,7 +172,7 @@ def test_every_cut_of_a_file_is_one_sentence(backend: tokenizers.Tokenizer, tmp_
         (b"PK\x03\x04 and so on", r"starts with b'PK"),
         (b"GGUF" + (1).to_bytes(4, "little") + bytes(16), r"version 1 is not one of \(2, 3\)"),
         (b"GGUF" + (3).to_bytes(4, "big") + bytes(16), r"version 50331648 is not one of"),
-        (b"GGUF\x03\0\0\0" + bytes(8) + b"\xff" * 8 + bytes(8), r"unknown value type|ends at byte"),
+        (b"GGUF\x03\0\0\0" + bytes(8) + b"\xff" * 8 + bytes(8), r"unknown value type|truncated"),
         (b"GGUF\x03\0\0\0" + bytes(8) + b"\x01" + bytes(7) + b"\x01" + bytes(7) + b"\xffxxxx", r"utf-8"),
     ],
 )
@@ -180,11 +180,11 @@ def test_files_that_are_not_gguf(tmp_path: Path, content: bytes, message: str) -
     path = tmp_path / "x.gguf"
     path.write_bytes(content)
     with pytest.raises(UserError, match=message):
-        read_gguf_metadata(path)
+        read_gguf_header(path, arrays=True)
 
 
 def test_paths_that_are_not_there(tmp_path: Path) -> None:
-    with pytest.raises(UserError, match="no.gguf: cannot be read: No such file"):
+    with pytest.raises(UserError, match="cannot read .*no.gguf: No such file"):
         Tokenizer.from_gguf(tmp_path / "no.gguf")
     with pytest.raises(UserError, match="no such model folder or GGUF file"):
         load_tokenizer(tmp_path / "no.gguf")
