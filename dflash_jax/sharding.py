@@ -22,7 +22,7 @@ TENSOR = "tensor"
 RULES: dict[str, str] = {axes.KV_HEADS: TENSOR, axes.HEADS: TENSOR, axes.FFN: TENSOR, axes.VOCAB: TENSOR}
 
 
-def make_mesh(devices: Sequence[jax.Device] | None = None) -> Mesh:
+def make_mesh(devices: Sequence[Any] | None = None) -> Mesh:
     """A one-axis mesh over `devices` (default: the first device only)."""
     return Mesh(np.array(list(devices) if devices else jax.devices()[:1]), (TENSOR,))
 

@@ -7,6 +7,7 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 from jax import Array
 
 
@@ -29,7 +30,7 @@ def rms_norm(x: Array, weight: Array, eps: float) -> Array:
     return (f * scale).astype(x.dtype) * align(weight, x)
 
 
-def align(w: Array, x: Array) -> Array:
+def align(w: Array | np.ndarray, x: Array) -> Any:
     """w [trailing axes of x] with leading axes of size 1: broadcasting over x on purpose (JAX can refuse the rest)."""
     return w.reshape((1,) * (x.ndim - w.ndim) + w.shape)
 
