@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import dataclasses
+import functools
 from typing import Any, NamedTuple
 
+import jax
 import jax.numpy as jnp
 from jax import Array
 
@@ -16,6 +18,7 @@ from dflash_jax.ops import XLA, Kernels
 from dflash_jax.params import Params, ParamSpec
 
 
+@jax.tree_util.register_dataclass
 @dataclasses.dataclass(frozen=True)
 class Rows:
     """Rows of a forward pass and where they live.
@@ -29,8 +32,8 @@ class Rows:
     locations: Array
     page_table: Array
     lengths: Array
-    kernels: Kernels = XLA
-    prefill: bool = False
+    kernels: Kernels = dataclasses.field(default=XLA, metadata={"static": True})
+    prefill: bool = dataclasses.field(default=False, metadata={"static": True})
 
     @property
     def attention(self) -> Any:
@@ -68,13 +71,22 @@ def embed(params: Params, ids: Array, scale: float = 1.0) -> Array:
     return x if scale == 1.0 else x * jnp.asarray(scale, x.dtype)
 
 
-def attend(p: Params, config: Any, x: Array, rows: Rows, rope: tuple[Array, Array], pool: Array, window: int | None):
-    """One causal attention layer over the committed pages and the rows themselves: (out [S, B, H], pool)."""
-    q, kv, pool = rows.kernels.cache_write(
-        pool, project_qkv(p, x), p.get("q_norm"), p.get("k_norm"), config.rms_norm_eps, *rope, rows.locations
-    )
+@functools.partial(jax.jit, static_argnums=(0, 1))
+def decoder_layer(
+    config: TargetConfig, window: int | None, p: Params, x: Array, rows: Rows, rope: tuple[Array, Array], pool: Array
+) -> tuple[Array, Array]:
+    """One layer over x [S, B, H]: causal attention over the committed pages and the rows themselves, then SwiGLU.
+
+    Returns x and the layer's pool with KV written.  Under `jit` for its cache alone: equal layers are traced and
+    lowered once, and the compiler inlines them again.
+    """
+    attn, eps = p["attn"], config.rms_norm_eps
+    qkv = project_qkv(attn, rms_norm(x, p["input_norm"], eps))
+    norms = attn.get("q_norm"), attn.get("k_norm")
+    q, kv, pool = rows.kernels.cache_write(pool, qkv, *norms, eps, *rope, rows.locations)
     out = rows.attention(q, kv, pool, rows.page_table, rows.lengths, causal=True, window=window)
-    return project_out(p, out), pool
+    x = x + project_out(attn, out)
+    return x + swiglu(p["mlp"], rms_norm(x, p["post_norm"], eps)), pool
 
 
 def decode_rows(params: Params, config: TargetConfig, rows: Rows, pool: Pool, taps: tuple[int, ...] = ()) -> Hidden:
@@ -87,10 +99,7 @@ def decode_rows(params: Params, config: TargetConfig, rows: Rows, pool: Pool, ta
     rope = rope_tables(config.rope, config.head_dim, rows.positions)
     written, after = [], []
     for i, layer in enumerate(params["layers"]):
-        y = rms_norm(x, layer["input_norm"], config.rms_norm_eps)
-        y, layer_pool = attend(layer["attn"], config, y, rows, rope, pool[i], config.window(i))
-        x = x + y
-        x = x + swiglu(layer["mlp"], rms_norm(x, layer["post_norm"], config.rms_norm_eps))
+        x, layer_pool = decoder_layer(config, config.window(i), layer, x, rows, rope, pool[i])
         written.append(layer_pool)
         after.append(x)
     last = rms_norm(x, params["norm"], config.rms_norm_eps)

@@ -100,23 +100,34 @@ def draft_rows(params: Params, config: DraftConfig, embedded: Array, rows: Rows,
     rope = rope_tables(config.rope, config.head_dim, rows.positions)
     x = embedded
     for i, layer in enumerate(params["layers"]):
-        y = rms_norm(x, layer["input_norm"], config.rms_norm_eps)
-        attend = functools.partial(_attend, layer["attn"], config, rows, rope, pool[i], i)
-        x = x + _convolved(layer.get("attn_conv"), config.conv, y, attend)
-        y = rms_norm(x, layer["post_norm"], config.rms_norm_eps)
-        x = x + _convolved(layer.get("mlp_conv"), config.conv, y, functools.partial(swiglu, layer["mlp"]))
+        x = _draft_layer(config, config.causal[i], config.windows[i], layer, x, rows, rope, pool[i])
     return rms_norm(x, params["norm"], config.rms_norm_eps)
 
 
-def _attend(
-    p: Params, config: DraftConfig, rows: Rows, rope: tuple[Array, Array], pool: Array, i: int, x: Array
+@functools.partial(jax.jit, static_argnums=(0, 1, 2))  # for its cache: equal layers are traced and lowered once
+def _draft_layer(
+    config: DraftConfig,
+    causal: bool,
+    window: int | None,
+    p: Params,
+    x: Array,
+    rows: Rows,
+    rope: tuple[Array, Array],
+    pool: Array,
 ) -> Array:
-    """Attention of layer i over the committed context and the block."""
-    q, kv = norm_rope(project_qkv(p, x), p["q_norm"], p["k_norm"], config.rms_norm_eps, *rope)
-    out = rows.kernels.block_attention(
-        q, kv, pool, rows.page_table, rows.lengths, causal=config.causal[i], window=config.windows[i]
-    )
-    return project_out(p, out)
+    """One layer over x [S, B, H]: attention over the committed context and the block, then SwiGLU."""
+    eps = config.rms_norm_eps
+
+    def attend(y: Array) -> Array:
+        attn = p["attn"]
+        q, kv = norm_rope(project_qkv(attn, y), attn["q_norm"], attn["k_norm"], eps, *rope)
+        attention = rows.kernels.block_attention
+        out = attention(q, kv, pool, rows.page_table, rows.lengths, causal=causal, window=window)
+        return project_out(attn, out)
+
+    x = x + _convolved(p.get("attn_conv"), config.conv, rms_norm(x, p["input_norm"], eps), attend)
+    mlp = functools.partial(swiglu, p["mlp"])
+    return x + _convolved(p.get("mlp_conv"), config.conv, rms_norm(x, p["post_norm"], eps), mlp)
 
 
 def _convolved(p: Params | None, conv: ConvConfig | None, x: Array, sublayer: Any) -> Array:
