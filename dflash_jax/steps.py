@@ -41,7 +41,9 @@ def prepare(config: StepConfig, live: Live, block: int) -> Rows:
 
 
 def draft(config: StepConfig, weights: Weights, state: DecodeState, rows: Rows) -> Rows:
-    """The rows with the drafter's proposals int32 [S, B−1] after the bonus."""
+    """The rows with the drafter's proposals int32 [S, B−1] after the bonus (none to make in a block of one row)."""
+    if rows.ids.shape[1] == 1:
+        return rows
     proposed = config.drafter.draft(weights, state.draft, rows)
     return dataclasses.replace(rows, ids=jnp.concatenate([rows.ids[:, :1], proposed], axis=1))
 
