@@ -13,7 +13,7 @@ from jax.sharding import Mesh
 
 from dflash_jax.cache import make_pool, page_bytes
 from dflash_jax.config import TargetConfig
-from dflash_jax.drafters import DFlashDrafter, Drafter, NoDrafter, Weights
+from dflash_jax.drafters import DraftContext, Drafter, Weights, make_drafter
 from dflash_jax.engine.runner import DeviceRunner, RunnerSizes
 from dflash_jax.engine.settings import CPU_KV_CACHE_BYTES, DEVICE_MEMORY_SHARE, EngineSettings
 from dflash_jax.errors import UserError
@@ -22,7 +22,7 @@ from dflash_jax.params import tree_bytes
 from dflash_jax.sharding import make_mesh
 from dflash_jax.state import init_state
 from dflash_jax.steps import StepConfig, Steps
-from dflash_jax.weights import TargetCheckpoint, load_draft, load_target, open_draft, open_target
+from dflash_jax.weights import TargetCheckpoint, load_target, open_target
 
 log = logging.getLogger("dflash_jax")
 
@@ -44,34 +44,22 @@ class Loaded:
 
 
 def load(settings: EngineSettings) -> Loaded:
-    """Open and load target and draft.  Everything that can be refused is refused before weights are read."""
+    """Open and load target and draft.  What can be refused is refused before the target's weights are read."""
     mesh = make_mesh()
     platform = mesh.devices.flat[0].platform
     dtype = choose_dtype(settings.dtype, platform)
     checkpoint = open_target(settings.target)
     cache = Path(settings.weights_cache).expanduser() if settings.weights_cache else None
-    if settings.draft == "none":
-        if settings.block_size is not None:
-            raise UserError(f"block_size {settings.block_size} needs a draft, and draft is 'none'")
-        weights = Weights(load_target(checkpoint, dtype, mesh, settings.progress, cache), None)
-        return Loaded(checkpoint, NoDrafter(), weights, dtype, platform, mesh)
-    draft = open_draft(settings.draft, checkpoint.config)
-    check_block_size(settings.block_size, draft.config.block_size)
-    target_params = load_target(checkpoint, dtype, mesh, settings.progress, cache)
-    draft_params = load_draft(draft, dtype, mesh, settings.progress, cache)
-    drafter = DFlashDrafter(draft.config)
-    return Loaded(checkpoint, drafter, Weights(target_params, draft_params), dtype, platform, mesh)
+    context = DraftContext("", checkpoint, dtype, mesh, settings.block_size, cache, settings.progress)
+    drafter, draft_params = make_drafter(settings.draft, context)
+    weights = Weights(load_target(checkpoint, dtype, mesh, settings.progress, cache), draft_params)
+    return Loaded(checkpoint, drafter, weights, dtype, platform, mesh)
 
 
 def choose_dtype(name: str, platform: str) -> Any:
     if name == "auto":
         name = "float32" if platform == "cpu" else "bfloat16"
     return jnp.dtype(name)
-
-
-def check_block_size(asked: int | None, trained: int) -> None:
-    if asked is not None and not 1 < asked <= trained:
-        raise UserError(f"block_size {asked} is outside 2 … {trained}, the block size that the draft was trained for")
 
 
 def make_runner(loaded: Loaded, settings: EngineSettings) -> DeviceRunner:
