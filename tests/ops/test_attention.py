@@ -184,3 +184,17 @@ def test_large_scores_do_not_overflow(kernels: Kernels):
     case = Case.random(Shape(model(16, 4, 2), "test", 2, 4, 0), [20, 140])
     case.q *= 300.0
     case.check(kernels.block_attention, True)
+
+
+def test_a_row_of_nan_spoils_only_the_rows_that_see_it(kernels: Kernels):
+    """A rejected draft may be NaN through and through; the rows before it decide what is kept."""
+    case = Case.random(Shape(model(16, 4, 2), "test", 2, 6, 0), [20, 0])
+    case.q[:, 3], case.kv[:, 3] = np.nan, np.nan
+    for how, spoilt in (
+        ({"causal": True}, [3, 4, 5]),
+        ({"causal": True, "window": 2}, [3, 4]),
+        ({"causal": False, "window": 2}, [2, 3, 4]),
+        ({"causal": False}, range(6)),
+    ):
+        nan = np.isnan(case.run(kernels.block_attention, **how))
+        assert [i for i in range(6) if nan[:, i].all()] == list(spoilt) and nan.any(axis=(0, 2, 3)).sum() == len(spoilt)

@@ -1,0 +1,1 @@
+"""Tests ofdflash_jax.steps and the drafters"""
