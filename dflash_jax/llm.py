@@ -248,7 +248,7 @@ class LLM:
         """Prompts as token ids, checked before any of them runs.  `names` stand for the prompts in messages."""
         listed = prompt_list(prompts)
         if names is None:
-            names = [f"prompt {i}" for i in range(1, len(listed) + 1)] if len(listed) > 1 else ["the prompt"]
+            names = ["the prompt"] if len(listed) == 1 else [f"prompt {i}" for i in range(1, len(listed) + 1)]
         each = params_list(params, len(listed))
         return [self._job(*one) for one in zip(names, listed, each, strict=True)]
 
