@@ -18,7 +18,6 @@ from dflash_jax.engine.loop import Update
 from dflash_jax.engine.request import Request
 from dflash_jax.engine.settings import EngineSettings
 from dflash_jax.errors import UserError
-from dflash_jax.places import cache_folder
 from dflash_jax.sampling import SamplingParams
 from dflash_jax.text import Tokenizer, encode_chat, load_tokenizer
 from dflash_jax.text.stream import TextStream
@@ -176,7 +175,6 @@ class LLM:
         self, target: str | None = None, draft: str | None = None, *, platform: str | None = None, **options: Any
     ):
         use_platform(platform)
-        use_compilation_cache()
         target, draft = choose_pair(target, draft)
         self.engine = Engine(make_settings(target, draft, options))
         self.tokenizer = load_tokenizer(self.engine.loaded.checkpoint.path)
@@ -376,10 +374,3 @@ def use_platform(name: str | None) -> None:
     if found != name:
         jax.config.update("jax_platforms", before)
         raise UserError(f"platform {name!r} cannot be used here: {reason}")
-
-
-def use_compilation_cache() -> None:
-    """Keep compiled steps in the user's cache folder, unless JAX has been told of another place."""
-    if jax.config.jax_compilation_cache_dir is None:  # pyright: ignore[reportAttributeAccessIssue]
-        jax.config.update("jax_compilation_cache_dir", str(cache_folder() / "compiled"))
-        jax.config.update("jax_persistent_cache_min_compile_time_secs", 0.5)

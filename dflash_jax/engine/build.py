@@ -18,7 +18,7 @@ from dflash_jax.engine.runner import DeviceRunner, RunnerSizes
 from dflash_jax.engine.settings import CPU_KV_CACHE_BYTES, DEVICE_MEMORY_SHARE, EngineSettings
 from dflash_jax.errors import UserError
 from dflash_jax.ops import select
-from dflash_jax.params import tree_bytes
+from dflash_jax.places import cache_folder
 from dflash_jax.sharding import make_mesh
 from dflash_jax.state import init_state
 from dflash_jax.steps import StepConfig, Steps
@@ -71,12 +71,9 @@ def make_runner(loaded: Loaded, settings: EngineSettings) -> DeviceRunner:
     kv = make_pool(loaded.config, sizes.num_pages, sizes.page_size, loaded.dtype, loaded.mesh)
     draft = loaded.drafter.init_cache(sizes.num_pages, sizes.page_size, loaded.dtype, loaded.mesh)
     state = init_state(sizes.num_slots, sizes.pages_per_slot, kv, draft)
-    log.info(
-        "memory: target %.0f MB, draft %.0f MB, target KV %.0f MB, draft state %.0f MB (%d pages of %d tokens)",
-        tree_bytes(loaded.weights.target) / 1e6, tree_bytes(loaded.weights.draft) / 1e6, tree_bytes(kv) / 1e6,
-        tree_bytes(draft) / 1e6, sizes.num_pages - 1, sizes.page_size,
-    )  # fmt: skip
-    return DeviceRunner(Steps(config), loaded.weights, state, sizes)
+    runner = DeviceRunner(Steps(config), loaded.weights, state, sizes)
+    log.info("%s; %d pages of %d tokens", runner.memory, sizes.num_pages - 1, sizes.page_size)
+    return runner
 
 
 def plan_sizes(loaded: Loaded, settings: EngineSettings) -> RunnerSizes:
@@ -114,15 +111,8 @@ def default_kv_bytes(loaded: Loaded) -> int:
     return int((stats["bytes_limit"] - stats.get("bytes_in_use", 0)) * DEVICE_MEMORY_SHARE)
 
 
-def use_platform(name: str | None) -> None:
-    """Make JAX use `cpu`, `gpu` or `tpu`; None leaves the choice to JAX."""
-    if name is None:
-        return
-    if name not in ("cpu", "gpu", "tpu"):
-        raise UserError(f"platform {name!r} is not one of cpu, gpu, tpu")
-    jax.config.update("jax_platforms", {"gpu": "cuda"}.get(name, name))
-    try:
-        jax.devices()
-    except RuntimeError as error:
-        reason = str(error).splitlines()[0]
-        raise UserError(f"platform {name!r} cannot be used here: {reason}") from error
+def use_compilation_cache() -> None:
+    """Keep compiled steps in the user's cache folder, unless JAX has been told of another place."""
+    if jax.config.jax_compilation_cache_dir is None:  # pyright: ignore[reportAttributeAccessIssue]
+        jax.config.update("jax_compilation_cache_dir", str(cache_folder() / "compiled"))
+        jax.config.update("jax_persistent_cache_min_compile_time_secs", 0.5)

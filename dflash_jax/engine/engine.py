@@ -4,37 +4,63 @@ from __future__ import annotations
 
 import itertools
 import logging
-from collections.abc import Callable, Sequence
+import threading
+import time
+from collections import deque
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass, replace
+from typing import Any
 
 from tqdm import tqdm
 
-from dflash_jax.engine.build import Loaded, load, make_runner
+from dflash_jax.engine.build import Loaded, load, make_runner, use_compilation_cache
+from dflash_jax.engine.interrupts import HeldInterrupts
 from dflash_jax.engine.loop import Loop, Update
 from dflash_jax.engine.metrics import EngineMetrics
-from dflash_jax.engine.request import Request
+from dflash_jax.engine.request import Phase, Request
+from dflash_jax.engine.runner import MemoryUse
 from dflash_jax.engine.scheduler import SchedulerConfig
 from dflash_jax.engine.settings import EngineSettings
+from dflash_jax.engine.turn import Turn
 from dflash_jax.errors import UserError
 from dflash_jax.sampling import SamplingParams
 from dflash_jax.state import MAX_STOP_IDS
 
 log = logging.getLogger("dflash_jax")
 OnTokens = Callable[[Request, Sequence[int]], bool]
+OnUpdate = Callable[[Update], None]
+Take = Callable[[Request], list[Update]]
+
+
+class EngineStopped(RuntimeError):
+    """The engine can serve no more: a step failed, for the reason in `__cause__`, or it was closed."""
+
+
+@dataclass(frozen=True, slots=True)
+class Client:
+    """A request that has not ended, and who wants to hear of it."""
+
+    request: Request
+    on_tokens: OnTokens | None
+    on_update: OnUpdate | None
 
 
 class Engine:
     """A continuous-batching engine over one model.
 
-    Not thread-safe: one thread submits, steps and aborts.
-
         engine = Engine(EngineSettings(target="…", draft="…"))
-        engine.add_request([1, 2, 3], SamplingParams(max_new_tokens=8))
-        while engine.has_work:
-            for update in engine.step():
-                print(update.request.request_id, update.tokens)
+        for update in engine.generate([1, 2, 3], SamplingParams(max_new_tokens=8)):
+            print(update.tokens, update.finish_reason)
+
+    or, for several requests at once, `add_request` each and `step` while `has_work`.  Any thread may call any method:
+    requests and aborts are taken up by the next step, and of several threads that want to step one does, for all.
+    What a step raises other than a request's own error is final: every request ends with it, and `EngineStopped` is
+    all that later calls give.  Ctrl-C waits for the end of the step.
     """
 
     def __init__(self, settings: EngineSettings, loaded: Loaded | None = None):
+        use_compilation_cache()
         self.settings = settings
         self.loaded = loaded or load(settings)
         self.runner = make_runner(self.loaded, settings)
@@ -47,9 +73,13 @@ class Engine:
             chunked_prefill_size=settings.chunked_prefill_size,
             enable_prefix_caching=settings.enable_prefix_caching,
         )
-        self._callbacks: dict[str, OnTokens] = {}
         self._loop = Loop(self.runner, config, overlap=settings.overlap, on_tokens=self._on_tokens)
         self._names = itertools.count()
+        self._turn = Turn()
+        self._lock = threading.Lock()  # for the three below; held for moments only
+        self._clients: dict[str, Client] = {}
+        self._inbox: deque[tuple[Take, Request]] = deque()
+        self._failure: BaseException | None = None
 
     @property
     def max_model_len(self) -> int:
@@ -61,8 +91,16 @@ class Engine:
         return self.runner.compile_s
 
     @property
+    def memory(self) -> MemoryUse:
+        """Bytes of weights, pools and, as far as steps are compiled, scratch."""
+        return self.runner.memory
+
+    @property
     def has_work(self) -> bool:
-        return self._loop.has_work
+        """Whether a step would do anything."""
+        return self._failure is None and bool(self._inbox or self._loop.has_work)
+
+    # -- requests ------------------------------------------------------------------------------------------------
 
     def add_request(
         self,
@@ -72,62 +110,215 @@ class Engine:
         request_id: str | None = None,
         priority: int = 0,
         on_tokens: OnTokens | None = None,
+        on_update: OnUpdate | None = None,
         eos_token_ids: Sequence[int] | None = None,
     ) -> Request:
         """Queue a prompt.  UserError for one that could never be served; nothing else is touched by it.
 
-        on_tokens sees new tokens as they come and ends the request by returning True (see `loop.OnTokens`).
-        eos_token_ids: the ids that end a text, by default those of the model's configuration.
+        priority: lower goes first.  eos_token_ids: the ids that end a text, by default those of the model's
+        configuration.  on_tokens sees new tokens as they come and ends the request by returning True (see
+        `loop.OnTokens`).  on_update gets each of the request's updates; it must be quick and must not raise.  The
+        thread that steps calls both.
         """
-        params = params or SamplingParams()
-        vocab = self.loaded.config.vocab_size
-        check_ids("prompt", prompt_ids, vocab)
-        check_ids("stop_token_ids", params.stop_token_ids, vocab)
+        request = self._make_request(prompt_ids, params or SamplingParams(), request_id, priority, eos_token_ids)
+        self._loop.scheduler.check(request)
+        with self._lock:
+            self._check_alive()
+            if request.request_id in self._clients:
+                raise UserError(f"request id {request.request_id!r} is in use by a request that has not finished")
+            self._inbox.append((self._take_in, request))
+            self._clients[request.request_id] = Client(request, on_tokens, on_update)
+        return request
+
+    def abort(self, request_id: str) -> bool:
+        """End a request with reason "abort", at the next step; False if no unfinished one has that id."""
+        client = self._clients.get(request_id)  # without the lock: a garbage collection may come here at any point
+        if client is None:
+            return False
+        self._inbox.append((self._take_out, client.request))
+        return True
+
+    def generate(
+        self, prompt_ids: Sequence[int], params: SamplingParams | None = None, **options: Any
+    ) -> GeneratedTokens:
+        """Submit a prompt at once and iterate over its updates; the last has a `finish_reason`.
+
+        Whoever asks for the next update steps the engine if nobody else does, and every request advances with it.
+        Leaving early (`close`, or dropping the iterator) aborts.  `options` are those of `add_request`.  Raises what
+        the request's `on_tokens` raised, and EngineStopped.
+        """
+        return GeneratedTokens(self, prompt_ids, params, options)
+
+    def _make_request(
+        self,
+        prompt_ids: Sequence[int],
+        params: SamplingParams,
+        request_id: str | None,
+        priority: int,
+        eos_token_ids: Sequence[int] | None,
+    ) -> Request:
+        config = self.loaded.config
+        check_ids("prompt", prompt_ids, config.vocab_size)
+        check_ids("stop_token_ids", params.stop_token_ids, config.vocab_size)
         request = Request(
             request_id=request_id if request_id is not None else f"request-{next(self._names)}",
             prompt_ids=list(prompt_ids),
             max_new_tokens=params.max_new_tokens,
             stop_token_ids=tuple(params.stop_token_ids),
-            eos_token_ids=self.loaded.config.eos_token_ids if eos_token_ids is None else tuple(eos_token_ids),
+            eos_token_ids=config.eos_token_ids if eos_token_ids is None else tuple(eos_token_ids),
             ignore_eos=params.ignore_eos,
             priority=priority,
             sampling=params,
         )
         if len(request.stop_ids) > MAX_STOP_IDS:
             raise UserError(f"{len(request.stop_ids)} stop tokens are more than the {MAX_STOP_IDS} a request may have")
-        self._loop.add(request)
-        if on_tokens is not None:
-            self._callbacks[request.request_id] = on_tokens
         return request
 
+    # -- steps ---------------------------------------------------------------------------------------------------
+
     def step(self) -> list[Update]:
-        """Launch the next piece of work and return what the one before gave (with overlap: one step late)."""
-        updates = self._loop.step()
-        for update in updates:
-            if update.request.finished:
-                self._callbacks.pop(update.request.request_id, None)
+        """Launch the next piece of work and return what the one before gave (with overlap: one step late).
+
+        Waits while another thread steps.  Raises what the `on_tokens` of a request raised, when everything else of the
+        step is done; not for one with `on_update`, which is told.
+        """
+        with self._working():
+            updates, errors = self._step()
+        for error in errors:
+            raise error
         return updates
 
-    def abort(self, request_id: str) -> bool:
-        """End a request with reason "abort"; False if there is none of that id."""
-        self._callbacks.pop(request_id, None)
-        return self._loop.abort(request_id)
+    def help(self, unless: Callable[[], bool] = lambda: False) -> None:
+        """Step as soon as nobody else does, unless `unless()` is true by then; for those who hear by `on_update`."""
+        with self._working(unless) as mine:
+            if mine:
+                self._step()
+
+    @contextmanager
+    def _working(self, unless: Callable[[], bool] = lambda: False) -> Iterator[bool]:
+        """Alone with loop and device for the block, if that yields True; what the block raises is the engine's end."""
+        with self._turn.taken(unless) as mine, HeldInterrupts():
+            self._check_alive()
+            try:
+                yield mine
+            except BaseException as error:  # the device's state may be lost, or the books half written
+                self._stop(error)
+                raise
+
+    def _step(self) -> tuple[list[Update], list[Exception]]:
+        """Updates, and errors that nobody has been told."""
+        updates = [*self._empty_inbox(), *self._loop.step()]
+        return updates, [error for update in updates if (error := self._deliver(update))]
+
+    def _empty_inbox(self) -> list[Update]:
+        """Take up what came since the last step, in its order."""
+        with self._lock:
+            mail = [self._inbox.popleft() for _ in range(len(self._inbox))]
+        return [update for take, request in mail for update in take(request)]
+
+    def _take_in(self, request: Request) -> list[Update]:
+        self._loop.add(request)
+        return []
+
+    def _take_out(self, request: Request) -> list[Update]:
+        if request.finished:
+            return []
+        self._loop.abort(request.request_id)
+        return [Update(request, [], request.finish_reason)]
+
+    def _deliver(self, update: Update) -> Exception | None:
+        """Tell the client; the error of one that does not listen."""
+        name = update.request.request_id
+        client = self._clients[name] if update.finish_reason is None else self._clients.pop(name)
+        if client.on_update is None:
+            return update.request.error
+        client.on_update(update)
+        return None
+
+    def _on_tokens(self, request: Request, tokens: Sequence[int]) -> bool:
+        callback = self._clients[request.request_id].on_tokens
+        return callback is not None and callback(request, tokens)
+
+    # -- the end -------------------------------------------------------------------------------------------------
+
+    def stop(self, reason: str) -> None:
+        """Serve no more: requests that have not finished end with EngineStopped(reason)."""
+        with self._turn.taken():
+            self._stop(EngineStopped(reason))
+
+    def _stop(self, error: BaseException) -> None:
+        with self._lock:
+            self._failure = self._failure or error
+            clients = list(self._clients.values())
+            self._clients.clear()
+            self._inbox.clear()
+        for client in clients:
+            request = client.request
+            request.error, request.finish_reason = self._stopped(), "error"
+            request.phase, request.finish_s = Phase.FINISHED, time.perf_counter()
+            if client.on_update is not None:
+                client.on_update(Update(request, [], "error"))
+
+    def _check_alive(self) -> None:
+        if self._failure is not None:
+            raise self._stopped()
+
+    def _stopped(self) -> EngineStopped:
+        error = EngineStopped(f"the engine has stopped: {self._failure}")
+        error.__cause__ = self._failure
+        return error
+
+    # -- figures -------------------------------------------------------------------------------------------------
 
     def metrics(self) -> EngineMetrics:
-        return self._loop.metrics()
+        """A snapshot; while another thread steps, its figures may be one request apart."""
+        found = self._loop.metrics()
+        with self._lock:
+            arrived = sum(take == self._take_in for take, _ in self._inbox)
+        return replace(found, num_requests_waiting=found.num_requests_waiting + arrived)
 
     def warmup(self, progress: bool = True) -> float:
         """Compile every bucket now instead of at its first use; returns the seconds it took."""
-        before_s = self.runner.compile_s
-        calls = list(self.runner.warmup_calls([self.runner.block_size]))
-        for label, call in (bar := tqdm(calls, desc="compiling", disable=not progress)):
-            bar.set_postfix_str(label)
-            call().result()
+        with self._working():
+            before_s = self.runner.compile_s
+            calls = list(self.runner.warmup_calls([self.runner.block_size]))
+            for label, call in (bar := tqdm(calls, desc="compiling", disable=not progress)):
+                bar.set_postfix_str(label)
+                call().result()
+        log.info("%s", self.memory)
         return self.runner.compile_s - before_s
 
-    def _on_tokens(self, request: Request, tokens: Sequence[int]) -> bool:
-        callback = self._callbacks.get(request.request_id)
-        return callback is not None and callback(request, tokens)
+
+class GeneratedTokens(Iterator[Update]):
+    """The updates of one request, the last with a `finish_reason`; see `Engine.generate`."""
+
+    def __init__(self, engine: Engine, prompt_ids: Sequence[int], params: SamplingParams | None, options: Any):
+        self._engine = engine
+        self._box: deque[Update] = deque()
+        self._ended = False
+        self.request = engine.add_request(prompt_ids, params, on_update=self._box.append, **options)
+
+    def __next__(self) -> Update:
+        if self._ended:
+            raise StopIteration
+        while not self._box:
+            self._engine.help(unless=lambda: bool(self._box))
+        update = self._box.popleft()
+        if update.finish_reason is not None:
+            self._ended = True
+            if self.request.error is not None:
+                raise self.request.error
+        return update
+
+    def close(self) -> None:
+        """Abort the request unless it has ended."""
+        if not self._ended:
+            self._ended = True
+            self._engine.abort(self.request.request_id)
+
+    def __del__(self) -> None:
+        if hasattr(self, "request"):  # it was submitted
+            self.close()
 
 
 def check_ids(name: str, ids: Sequence[int], vocab_size: int) -> None:

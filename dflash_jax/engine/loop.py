@@ -19,7 +19,8 @@ OnTokens = Callable[[Request, Sequence[int]], bool]
 
 Before it returns True it may call `request.drop_tail(n)` to take back the n tokens after the one that completed the
 stop string; then the output does not depend on the block size. It may be called for a request that has just finished
-by itself: True then makes the reason "length" a "stop".
+by itself: True then makes the reason "length" a "stop". If it raises, the request ends with reason "error" and keeps
+the exception in `request.error`; nothing else is touched.
 """
 
 ChooseBlock = Callable[[Sequence[Request]], int]
@@ -28,10 +29,14 @@ ChooseBlock = Callable[[Sequence[Request]], int]
 
 @dataclass(frozen=True, slots=True)
 class Update:
-    """A request's new tokens of one step; none for one that an error ended."""
+    """A request's new tokens of one step; `finish_reason` is None until its last.
+
+    An abort or an error may end a request without a token.
+    """
 
     request: Request
     tokens: list[int]
+    finish_reason: str | None
 
 
 @dataclass(frozen=True, slots=True)
@@ -161,7 +166,7 @@ class Loop:
     # -- digest --------------------------------------------------------------------------------------------------
 
     def _digest(self, launch: Launch | None) -> list[Update]:
-        """Read a launch: first all bookkeeping, then the callbacks, so that a callback that raises loses no page."""
+        """Read a launch: first all bookkeeping, then the callbacks."""
         if launch is None:
             return []
         results = launch.pending.result()
@@ -169,8 +174,8 @@ class Loop:
             raise RuntimeError(f"the device returned {len(results)} rows for a launch of {len(launch.rows)}")
         self.recorder.launched(launch.block_size)
         pairs = zip(launch.rows, results, strict=True)
-        updates = [Update(row.request, res.tokens) for row, res in pairs if self._digest_row(launch, row, res)]
-        return [self._report(update) for update in updates]
+        news = [(row.request, result.tokens) for row, result in pairs if self._digest_row(launch, row, result)]
+        return [self._report(request, tokens) for request, tokens in news]
 
     def _digest_row(self, launch: Launch, row: Row, result: RowResult) -> bool:
         """Book one row; True if there is something to report. What a stopped request still produced is dropped."""
@@ -199,23 +204,34 @@ class Loop:
         if result.finish_reason:
             self.scheduler.finish(request, result.finish_reason, now_s)
 
-    def _report(self, update: Update) -> Update:
-        request = update.request
-        kept = self._show(update) if update.tokens else []
+    def _report(self, request: Request, tokens: list[int]) -> Update:
+        kept = self._show(request, tokens) if tokens else []
         self.recorder.generated(len(kept))
         if request.finished and request.finish_reason != "abort":
             self.recorder.finished(request)
-        return Update(request, kept)
+        return Update(request, kept, request.finish_reason)
 
-    def _show(self, update: Update) -> list[int]:
+    def _show(self, request: Request, tokens: list[int]) -> list[int]:
         """The callback's turn; returns the tokens it left."""
-        request = update.request
-        stop = self._on_tokens is not None and self._on_tokens(request, update.tokens)
+        if self._on_tokens is None:
+            return tokens
+        try:
+            stop = self._on_tokens(request, tokens)
+        except Exception as error:  # whatever one request's own code does must not harm the others
+            self._fail(request, error)
+            return tokens[: request.newest]
         if stop and not request.finished:
             self._end(request, "stop")
         elif stop and request.finish_reason == "length":
             request.finish_reason = "stop"
-        return update.tokens[: request.newest]
+        return tokens[: request.newest]
+
+    def _fail(self, request: Request, error: Exception) -> None:
+        request.error = error
+        if not request.finished:
+            self._end(request, "error")
+        elif request.finish_reason != "abort":
+            request.finish_reason = "error"
 
     def _end(self, request: Request, reason: str) -> None:
         """The host's stop. The round in flight still runs; its surplus tokens are dropped when it lands."""

@@ -55,6 +55,7 @@ class Request:
     output_ids: list[int] = field(default_factory=list)
     accept_lengths: list[int] = field(default_factory=list)  # tokens committed by each round, bonus included
     finish_reason: str | None = None  # "stop", "length", "abort" or "error"
+    error: Exception | None = None  # with "error": what the host met (None: the logits were not finite)
     first_token_s: float | None = None
     finish_s: float | None = None
     cached_tokens: int = 0  # prompt tokens found in the prefix cache at the first admission

@@ -19,11 +19,11 @@ from dflash_jax.drafters import Weights
 from dflash_jax.engine.protocol import PrefillRow, RowResult
 from dflash_jax.errors import UserError
 from dflash_jax.ops import BROKEN, LENGTH, RUNNING, STOP
+from dflash_jax.params import tree_bytes
 from dflash_jax.state import MAX_STOP_IDS, DecodeState
 from dflash_jax.steps import Admission, PrefillBatch, Steps
 
 log = logging.getLogger("dflash_jax")
-Launch = Callable[[], tuple[DecodeState, jax.Array]]
 REASONS = {RUNNING: None, STOP: "stop", LENGTH: "length", BROKEN: "error"}
 SMALLEST_PREFILL = 16
 UPDATE_BUCKETS = (8, 64, 512)  # rows of one `extend` call
@@ -47,6 +47,14 @@ def buckets(largest: int, smallest: int = 1) -> list[int]:
     return [*sizes, largest]
 
 
+def prefill_buckets(max_rows: int, chunk: int) -> list[tuple[int, int]]:
+    """(rows, width) that a launch of up to `max_rows` rows, together no wider than `chunk` tokens, can have."""
+    rows, widths = buckets(max_rows), buckets(chunk, min(SMALLEST_PREFILL, chunk))
+    fewest = dict(zip(rows, [1, *(n + 1 for n in rows)], strict=False))
+    narrowest = dict(zip(widths, [1, *(n + 1 for n in widths)], strict=False))
+    return [(n, width) for n in rows for width in widths if n == 1 or fewest[n] * narrowest[width] <= chunk]
+
+
 @dataclass(frozen=True)
 class RunnerSizes:
     """Shapes of the device state; tokens, pages, slots."""
@@ -58,6 +66,28 @@ class RunnerSizes:
     block_size: int
     prefill_chunk: int
     max_prefill_rows: int
+
+
+@dataclass(frozen=True)
+class MemoryUse:
+    """Bytes on the device.  scratch: the most that a step compiled so far needs beside these; None before the first."""
+
+    target: int
+    draft: int
+    target_kv: int
+    draft_state: int
+    scratch: int | None
+
+    def __str__(self) -> str:
+        scratch = "unknown until a step is compiled" if self.scratch is None else _mb(self.scratch)
+        return (
+            f"memory: target {_mb(self.target)}, draft {_mb(self.draft)}, target KV {_mb(self.target_kv)},"
+            f" draft state {_mb(self.draft_state)}, scratch {scratch}"
+        )
+
+
+def _mb(size_bytes: int) -> str:
+    return f"{size_bytes / 1e6:.1f} MB"
 
 
 @dataclass
@@ -82,6 +112,7 @@ class DeviceRunner:
     state: DecodeState
     sizes: RunnerSizes
     compile_s: float = 0.0
+    scratch_bytes: int | None = None
     _seen: set[tuple[Any, ...]] = field(default_factory=set)
     _slot_arrays: dict[tuple[int, ...], jax.Array] = field(default_factory=dict)
 
@@ -112,6 +143,12 @@ class DeviceRunner:
     @property
     def max_prefill_rows(self) -> int:
         return self.sizes.max_prefill_rows
+
+    @property
+    def memory(self) -> MemoryUse:
+        weights, state = self.weights, self.state
+        parts = (tree_bytes(part) for part in (weights.target, weights.draft, state.kv, state.draft))
+        return MemoryUse(*parts, scratch=self.scratch_bytes)
 
     # -- launches ------------------------------------------------------------------------------------------------
 
@@ -147,22 +184,15 @@ class DeviceRunner:
     def prefill(self, rows: Sequence[PrefillRow]) -> PackedResult:
         width = bucket(max(len(row.tokens) for row in rows), self.prefill_chunk, SMALLEST_PREFILL)
         size = bucket(len(rows), self.max_prefill_rows)
-        batch = prefill_batch(rows, size, width, spare_slot=self.num_slots)
-        return self._prefill(batch, len(rows))
+        return self._prefill(prefill_batch(rows, size, width, spare_slot=self.num_slots), len(rows))
 
     def _prefill(self, batch: PrefillBatch, rows: int) -> PackedResult:
-        size, width = batch.tokens.shape
-        call = lambda: self.steps.prefill(self.weights, self.state, batch)  # noqa: E731
-        return self._launch(("prefill", size, width), call, rows)
+        return self._launch(("prefill", *batch.tokens.shape), self.steps.prefill, (self.weights,), batch, rows)
 
     def decode(self, slots: Sequence[int], block_size: int) -> PackedResult:
         size = bucket(len(slots), self.num_slots)
-        where = self._slots(slots, size)
-        return self._launch(
-            ("decode_round", size, block_size),
-            lambda: self.steps.decode_round(block_size, self.weights, self.state, where),
-            len(slots),
-        )
+        key, before = ("decode_round", size, block_size), (block_size, self.weights)
+        return self._launch(key, self.steps.decode_round, before, self._slots(slots, size), len(slots))
 
     def finish(self, slots: Sequence[int]) -> None:
         self.state = self.steps.finish(self.state, self._slots(slots, self.num_slots))
@@ -176,28 +206,40 @@ class DeviceRunner:
             self._slot_arrays[key] = jax.device_put(np.array(key, np.int32))
         return self._slot_arrays[key]
 
-    def _launch(self, key: tuple[Any, ...], call: Launch, rows: int) -> PackedResult:
+    def _launch(
+        self, key: tuple[Any, ...], step: Any, before: tuple[Any, ...], what: PrefillBatch | jax.Array, rows: int
+    ) -> PackedResult:
+        """`step(*before, state, what)`."""
         start_s = time.perf_counter()
-        self.state, packed = call()
+        self.state, packed = step(*before, self.state, what)
         packed.copy_to_host_async()
         if key not in self._seen:  # the first call of a bucket traces and compiles before it returns
             self._seen.add(key)
             took_s = time.perf_counter() - start_s
-            self.compile_s += took_s
-            log.info("%s: ready in %.1f s", " ".join(map(str, key)), took_s)
+            self._note_compiled(key, step.lower(*before, self.state, what).compile(), took_s)
         return PackedResult(packed, rows)
+
+    def _note_compiled(self, key: tuple[Any, ...], compiled: Any, took_s: float) -> None:
+        """Count time and scratch of a new step; `lower` and `compile` have found what the call had made."""
+        self.compile_s += took_s
+        analysis = compiled.memory_analysis()
+        scratch = analysis.temp_size_in_bytes if analysis else 0
+        self.scratch_bytes = max(self.scratch_bytes or 0, scratch)
+        log.info("%s: ready in %.1f s, scratch %s", " ".join(map(str, key)), took_s, _mb(scratch))
 
     # -- warm-up -------------------------------------------------------------------------------------------------
 
     def warmup_calls(self, block_sizes: Sequence[int]) -> Iterator[tuple[str, Callable[[], Any]]]:
-        """(label, call) for each bucket; a call runs the step on padding rows only, which changes nothing."""
+        """(label, call) for each bucket; a call runs the step on padding rows only, which changes nothing.
+
+        Prefill rows times their width never exceed the chunk, which leaves some pairs of buckets unused.
+        """
         for size in buckets(self.num_slots):
             for block in block_sizes:
                 spare = [self.num_slots] * size
                 yield f"decode {size}×{block}", lambda spare=spare, block=block: self.decode(spare, block)
-        for size in buckets(self.max_prefill_rows):
-            for width in buckets(self.prefill_chunk, SMALLEST_PREFILL):
-                yield f"prefill {size}×{width}", lambda size=size, width=width: self._warm_prefill(size, width)
+        for size, width in prefill_buckets(self.max_prefill_rows, self.prefill_chunk):
+            yield f"prefill {size}×{width}", lambda size=size, width=width: self._warm_prefill(size, width)
 
     def _warm_prefill(self, size: int, width: int) -> PackedResult:
         return self._prefill(prefill_batch([], size, width, spare_slot=self.num_slots), 0)

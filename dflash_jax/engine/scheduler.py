@@ -101,13 +101,17 @@ class Scheduler:
 
     def add(self, request: Request) -> None:
         """Queue a request; UserError for one that could never be served, and nothing changes."""
-        self._check(request)
-        request.limit_tokens = min(len(request.prompt_ids) + request.max_new_tokens, self.config.max_model_len)
-        self._check_fits(request)
+        self.check(request)
         self._arrivals += 1
         request.sequence = self._arrivals
         self.requests[request.request_id] = request
         insort(self.waiting, request, key=_order)
+
+    def check(self, request: Request) -> None:
+        """Set the request's limit; UserError for one that could never be served.  Any thread may call it."""
+        self._check(request)
+        request.limit_tokens = min(len(request.prompt_ids) + request.max_new_tokens, self.config.max_model_len)
+        self._check_fits(request)
 
     @property
     def live(self) -> list[Request]:

@@ -269,22 +269,36 @@ def test_a_stop_string_in_the_last_tokens_wins_over_the_limit():
     assert request.finish_reason == "stop"
 
 
-def test_a_callback_that_raises_loses_no_page_and_no_other_request():
+@both
+@pytest.mark.parametrize("at", [1, 5, 8])
+def test_a_callback_that_raises_ends_its_request_alone(overlap, at):
+    """At the prefill's token, in a round, and in the round that ends the request by itself."""
+    trouble = KeyError("detokeniser")
+
     def on_tokens(request, tokens):
-        if request.request_id == "a":
-            raise KeyError("detokeniser")
+        if request.request_id == "a" and len(request.output_ids) >= at:
+            raise trouble
         return False
 
-    loop = make_loop(FakeRunner(), on_tokens=on_tokens)
+    loop = make_loop(FakeRunner(), overlap=overlap, on_tokens=on_tokens)
     bad, good = make_request("a", Script([1])), make_request("b", Script([2]))
-    loop.add(bad)
-    loop.add(good)
-    with pytest.raises(KeyError):
-        for _ in range(9):
-            loop.step()
-    assert loop.abort("a")
-    run(loop)
+    run(loop, bad, good)
+    assert (bad.finish_reason, bad.error, good.error) == ("error", trouble, None)
     assert outcome(good) == expected(Script([2]), 8, block_size=4)
+    assert loop.metrics().request_success == {"stop": 0, "length": 1, "abort": 0, "error": 1}
+    assert_nothing_leaks(loop)
+
+
+def test_a_callback_that_aborts_its_request_and_raises():
+    def on_tokens(request, tokens):
+        loop.abort("a")
+        raise KeyError("detokeniser")
+
+    loop = make_loop(FakeRunner(), on_tokens=on_tokens)
+    request = make_request("a", Script([1]))
+    run(loop, request)
+    assert request.finish_reason == "abort" and isinstance(request.error, KeyError)
+    assert sum(loop.metrics().request_success.values()) == 1
     assert_nothing_leaks(loop)
 
 
