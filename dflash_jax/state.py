@@ -14,6 +14,7 @@ import jax.numpy as jnp
 from jax import Array
 
 from dflash_jax.cache import Pool
+from dflash_jax.ops import SamplingRows
 
 MAX_STOP_IDS = 16  # stop tokens a request may name; unused entries are −1, which no token equals
 
@@ -25,7 +26,8 @@ class DecodeState:
 
     bonus: newest emitted token, whose KV is not there yet; seq_len: tokens whose KV is committed, hence the
     position of the bonus; limit: tokens the request may hold in all; finished; stop_ids [S+1, MAX_STOP_IDS];
-    page_table [S+1, W] (page 0 where nothing is reserved); kv: the target's pool; draft: the drafter's state.
+    sampling: how its tokens are chosen; page_table [S+1, W] (page 0 where nothing is reserved); kv: the target's
+    pool; draft: the drafter's state.
     """
 
     bonus: Array
@@ -33,6 +35,7 @@ class DecodeState:
     limit: Array
     finished: Array
     stop_ids: Array
+    sampling: SamplingRows
     page_table: Array
     kv: Pool
     draft: Any
@@ -41,6 +44,17 @@ class DecodeState:
     def num_slots(self) -> int:
         """S: request slots, the padding slot not counted."""
         return self.bonus.shape[0] - 1
+
+
+def greedy_rows(n: int) -> SamplingRows:
+    """Sampling of n rows that do not sample."""
+    return SamplingRows(
+        temperature=jnp.zeros(n, jnp.float32),
+        min_p=jnp.zeros(n, jnp.float32),
+        top_k=jnp.zeros(n, jnp.int32),
+        top_p=jnp.ones(n, jnp.float32),
+        seed=jnp.zeros((n, 2), jnp.uint32),
+    )
 
 
 def init_state(num_slots: int, pages_per_slot: int, kv: Pool, draft: Any) -> DecodeState:
@@ -52,6 +66,7 @@ def init_state(num_slots: int, pages_per_slot: int, kv: Pool, draft: Any) -> Dec
         limit=jnp.zeros(n, jnp.int32),
         finished=jnp.ones(n, bool),
         stop_ids=jnp.full((n, MAX_STOP_IDS), -1, jnp.int32),
+        sampling=greedy_rows(n),
         page_table=jnp.zeros((n, pages_per_slot), jnp.int32),
         kv=kv,
         draft=draft,
@@ -72,6 +87,7 @@ class Live:
     limit: Array
     live: Array
     stop_ids: Array
+    sampling: SamplingRows
     page_table: Array
 
 
@@ -85,5 +101,6 @@ def gather(state: DecodeState, slots: Array) -> Live:
         limit=state.limit[slots],
         live=live,
         stop_ids=state.stop_ids[slots],
+        sampling=jax.tree.map(lambda x: x[slots], state.sampling),
         page_table=state.page_table[slots],
     )

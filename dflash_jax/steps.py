@@ -16,36 +16,65 @@ from jax import Array
 
 from dflash_jax.config import TargetConfig
 from dflash_jax.drafters import Drafter, Weights
-from dflash_jax.models import FAMILIES, Hidden, Rows, head_weight
-from dflash_jax.ops import BROKEN, LENGTH, RUNNING, STOP, XLA, Accepted, Kernels, greedy_tokens, token_locations
-from dflash_jax.state import DecodeState, Live, gather
+from dflash_jax.models import FAMILIES, GREEDY, Hidden, Rows, head_weight
+from dflash_jax.ops import (
+    BROKEN,
+    LENGTH,
+    RUNNING,
+    STOP,
+    XLA,
+    Accepted,
+    Kernels,
+    SamplingRows,
+    is_broken,
+    token_locations,
+)
+from dflash_jax.state import DecodeState, Live, gather, greedy_rows
 
 
 @dataclasses.dataclass(frozen=True)
 class StepConfig:
-    """All that is static in a step: one compilation for each value and each shape of its arguments."""
+    """All that is static in a step: one compilation for each value and each shape of its arguments.
+
+    Where a request samples, its drafts are chosen with the target's noise (`coupled`), at `draft_temperature` if given,
+    or are the likeliest tokens (`argmax`).  The output is the same; acceptance is not.
+    """
 
     target: TargetConfig
     drafter: Drafter
     page_size: int
     kernels: Kernels = XLA
+    draft_sampling: str = "coupled"
+    draft_temperature: float | None = None
 
 
-def prepare(config: StepConfig, live: Live, block: int) -> Rows:
+def prepare(config: StepConfig, live: Live, block: int, mode: str = GREEDY) -> Rows:
     """The rows [bonus, MASK × (B−1)] of a block, at positions seq_len … seq_len + B − 1."""
     ids, positions, locations = config.kernels.prepare_block(
         live.bonus, live.seq_len, live.live, live.page_table,
         block=block, mask_id=config.drafter.mask_id, page_size=config.page_size,
     )  # fmt: skip
-    return Rows(ids, positions, locations, live.page_table, live.seq_len, config.kernels)
+    kernels = config.kernels
+    return Rows(ids, positions, locations, live.page_table, live.seq_len, kernels, sampling=live.sampling, mode=mode)
 
 
 def draft(config: StepConfig, weights: Weights, state: DecodeState, rows: Rows) -> Rows:
     """The rows with the drafter's proposals int32 [S, B−1] after the bonus (none to make in a block of one row)."""
     if rows.ids.shape[1] == 1:
         return rows
-    proposed = config.drafter.draft(weights, state.draft, rows)
+    proposed = config.drafter.draft(weights, state.draft, _for_drafter(config, rows))
     return dataclasses.replace(rows, ids=jnp.concatenate([rows.ids[:, :1], proposed], axis=1))
+
+
+def _for_drafter(config: StepConfig, rows: Rows) -> Rows:
+    """The rows as the drafter shall see them: how it may choose is set by the configuration."""
+    if rows.sampling is None or config.draft_sampling == "argmax":
+        return dataclasses.replace(rows, mode=GREEDY)
+    if config.draft_temperature is None:
+        return rows
+    asked = rows.sampling.temperature
+    sampling = dataclasses.replace(rows.sampling, temperature=jnp.where(asked > 0, config.draft_temperature, asked))
+    return dataclasses.replace(rows, sampling=sampling)
 
 
 def verify(config: StepConfig, weights: Weights, state: DecodeState, rows: Rows) -> tuple[Array, Hidden]:
@@ -56,8 +85,12 @@ def verify(config: StepConfig, weights: Weights, state: DecodeState, rows: Rows)
 
 
 def accept(config: StepConfig, live: Live, rows: Rows, logits: Array) -> Accepted:
-    """How many rows are kept, the tokens they emit, and what ends the request."""
-    tokens, broken = greedy_tokens(logits)
+    """How many rows are kept, the tokens they emit, and what ends the request.
+
+    The target's own token after each row is its argmax, or its sample with the noise of that token's position.
+    """
+    tokens = rows.choose(logits, rows.positions + 1)
+    broken = is_broken(logits, tokens)
     return config.kernels.accept_bonus(
         rows.ids, tokens, broken, live.seq_len, live.limit, live.stop_ids, live.live
     )
@@ -87,14 +120,15 @@ def commit(
 
 
 def decode_round(
-    config: StepConfig, block: int, weights: Weights, state: DecodeState, slots: Array
+    config: StepConfig, block: int, weights: Weights, state: DecodeState, slots: Array, mode: str = GREEDY
 ) -> tuple[DecodeState, Array]:
     """One whole round over the rows `slots` int32 [S] (padding slot where there are fewer requests).
 
+    `mode` is what any of the rows needs: GREEDY, SAMPLE or FILTER; a row's tokens are the same in each that suffices.
     Returns the new state and the packed result of `publish`.
     """
     live = gather(state, slots)
-    rows = draft(config, weights, state, prepare(config, live, block))
+    rows = draft(config, weights, state, prepare(config, live, block, mode))
     logits, hidden = verify(config, weights, state, rows)
     state = dataclasses.replace(state, kv=hidden.pool)
     accepted = accept(config, live, rows, logits)
@@ -119,34 +153,38 @@ class PrefillBatch:
 
 
 def prefill(
-    config: StepConfig, weights: Weights, state: DecodeState, batch: PrefillBatch
+    config: StepConfig, weights: Weights, state: DecodeState, batch: PrefillBatch, mode: str = GREEDY
 ) -> tuple[DecodeState, Array]:
     """Verify and commit a chunk of each prompt, target and draft KV alike.
 
     Returns the state and int32 [S, 3] = (1 if a token was emitted, finish, token).
     """
-    rows = _chunk_rows(config, state, batch)
+    rows = _chunk_rows(config, state, batch, mode)
     forward = FAMILIES[config.target.family].forward
     hidden = forward(weights.target, config.target, rows, state.kv, config.drafter.taps)
     at = jnp.maximum(batch.length - 1, 0)[:, None, None]
     final = jnp.take_along_axis(hidden.last, at, axis=1)  # [S, 1, H]
-    logits = config.kernels.head_logits(final, head_weight(weights.target))[:, 0]
+    logits = config.kernels.head_logits(final, head_weight(weights.target))
     state = dataclasses.replace(state, kv=hidden.pool)
     state = dataclasses.replace(state, draft=config.drafter.absorb(weights, state.draft, hidden.taps, rows))
-    return _first_token(state, batch, logits)
+    end = batch.start + batch.length
+    token = rows.choose(logits, end[:, None])
+    return _first_token(state, batch, token[:, 0], is_broken(logits, token)[:, 0])
 
 
-def _chunk_rows(config: StepConfig, state: DecodeState, batch: PrefillBatch) -> Rows:
+def _chunk_rows(config: StepConfig, state: DecodeState, batch: PrefillBatch, mode: str) -> Rows:
     offsets = jnp.arange(batch.tokens.shape[1], dtype=jnp.int32)[None]
     positions = batch.start[:, None] + offsets
     table = state.page_table[batch.slots]
     locations = token_locations(table, positions, offsets < batch.length[:, None], config.page_size)
-    return Rows(batch.tokens, positions, locations, table, batch.start, config.kernels, prefill=True)
+    sampling = jax.tree.map(lambda x: x[batch.slots], state.sampling)
+    return Rows(batch.tokens, positions, locations, table, batch.start, config.kernels, True, sampling, mode)
 
 
-def _first_token(state: DecodeState, batch: PrefillBatch, logits: Array) -> tuple[DecodeState, Array]:
+def _first_token(
+    state: DecodeState, batch: PrefillBatch, token: Array, broken: Array
+) -> tuple[DecodeState, Array]:
     """Carry on from the chunk: lengths advance; a last chunk sets the bonus and may finish the request."""
-    token, broken = greedy_tokens(logits)
     slots, end = batch.slots, batch.start + batch.length
     stop = (token[:, None] == state.stop_ids[slots]).any(axis=1)
     finish = jnp.where(stop, STOP, jnp.where(end + 1 >= state.limit[slots], LENGTH, RUNNING))
@@ -166,19 +204,23 @@ def _first_token(state: DecodeState, batch: PrefillBatch, logits: Array) -> tupl
 @jax.tree_util.register_dataclass
 @dataclasses.dataclass(frozen=True)
 class Admission:
-    """Slots given to new requests: slots, limit int32 [S]; stop_ids [S, MAX_STOP_IDS]; page_table [S, W]."""
+    """Slots given to new requests: slots, limit int32 [S]; stop_ids [S, MAX_STOP_IDS]; page_table [S, W]; how they
+    sample (None: greedily)."""
 
     slots: Array
     limit: Array
     stop_ids: Array
     page_table: Array
+    sampling: SamplingRows | None = None
 
 
 def admit(state: DecodeState, new: Admission) -> DecodeState:
     """(Re)initialise slots.  They stay finished, so that no round touches them, until their prefill ends."""
     slots = new.slots
+    sampling = greedy_rows(slots.shape[0]) if new.sampling is None else new.sampling
     return dataclasses.replace(
         state,
+        sampling=jax.tree.map(lambda old, value: old.at[slots].set(value), state.sampling, sampling),
         bonus=state.bonus.at[slots].set(0),
         seq_len=state.seq_len.at[slots].set(0),
         limit=state.limit.at[slots].set(new.limit),
@@ -202,7 +244,7 @@ def finish(state: DecodeState, slots: Array) -> DecodeState:
 class Steps:
     """The steps compiled for one `StepConfig`: the state is donated, so its buffers are updated in place.
 
-    `decode_round(block, weights, state, slots)`, `prefill(weights, state, batch)`, `admit(state, new)`,
+    `decode_round(block, weights, state, slots, mode=…)`, `prefill(weights, state, batch, mode=…)`, `admit(state, new)`,
     `extend(state, updates)`, `finish(state, slots)`.  Each is traced once for each shape of its arguments;
     `traces` counts by name.
     """
@@ -217,9 +259,9 @@ class Steps:
         self.finish = self._jit(finish, "finish", donate=0)
 
     def _jit(self, function: Any, name: str, *, donate: int, static: tuple[int, ...] = ()) -> Any:
-        def counted(*args: Any) -> Any:
+        def counted(*args: Any, **options: Any) -> Any:
             self.traces[name] = self.traces.get(name, 0) + 1
-            return function(*args)
+            return function(*args, **options)
 
         counted.__name__ = name  # the name that profiles and compiled text show
-        return jax.jit(counted, static_argnums=static, donate_argnums=(donate,))
+        return jax.jit(counted, static_argnums=static, static_argnames="mode", donate_argnums=(donate,))

@@ -5,7 +5,6 @@ from __future__ import annotations
 import dataclasses
 from typing import Any
 
-import jax.numpy as jnp
 from jax import Array
 from jax.sharding import Mesh
 
@@ -50,8 +49,8 @@ class DFlashDrafter:
             hidden, head_weight(weights.target), config.output_multiplier, config.logit_softcap
         )
         if config.selector:
-            return select_candidates(weights.draft, config, hidden, logits, rows.ids[:, 0])
-        return jnp.argmax(logits, axis=-1).astype(jnp.int32)
+            return select_candidates(weights.draft, config, hidden, logits, rows.ids[:, 0], rows)
+        return rows.choose(logits, rows.positions[:, 1:])
 
     def absorb(self, weights: Weights, cache: Any, taps: Array, rows: Rows) -> Any:
         return inject_context(weights.draft, self.config, taps, rows.positions, rows.locations, cache, rows.kernels)

@@ -14,8 +14,10 @@ from dflash_jax import axes
 from dflash_jax.cache import Pool
 from dflash_jax.config import TargetConfig
 from dflash_jax.layers import layer_specs, norm_spec, project_out, project_qkv, rms_norm, rope_tables, swiglu
-from dflash_jax.ops import XLA, Kernels
+from dflash_jax.ops import XLA, Kernels, SamplingRows, greedy_tokens
 from dflash_jax.params import Params, ParamSpec
+
+GREEDY, SAMPLE, FILTER = "greedy", "sample", "filter"
 
 
 @jax.tree_util.register_dataclass
@@ -24,7 +26,8 @@ class Rows:
     """Rows of a forward pass and where they live.
 
     ids, positions, locations int32 [S, B]; page_table int32 [S, W]; lengths int32 [S]: committed tokens
-    before row 0 (so row i sits at position lengths + i).  `prefill` picks the attention op.
+    before row 0 (so row i sits at position lengths + i).  `prefill` picks the attention op; `sampling` says how
+    tokens are chosen and `mode` what of it is in use: GREEDY (no row samples), SAMPLE (no row filters) or FILTER.
     """
 
     ids: Array
@@ -34,10 +37,23 @@ class Rows:
     lengths: Array
     kernels: Kernels = dataclasses.field(default=XLA, metadata={"static": True})
     prefill: bool = dataclasses.field(default=False, metadata={"static": True})
+    sampling: SamplingRows | None = None
+    mode: str = dataclasses.field(default=GREEDY, metadata={"static": True})
 
     @property
     def attention(self) -> Any:
         return self.kernels.prefill_attention if self.prefill else self.kernels.block_attention
+
+    def choose(self, logits: Array, positions: Array, ids: Array | None = None) -> Array:
+        """The token int32 [S, K] that each request chooses at `positions` int32 [S, K] from float32 logits [S, K, V].
+
+        Its noise depends on (seed, position, token) alone, so that a drafter that chooses with it often chooses what
+        the target will.  `ids` int32 [S, K, V] names the candidates where they are not the whole vocabulary; the
+        result then indexes them.
+        """
+        if self.mode == GREEDY or self.sampling is None:
+            return greedy_tokens(logits)[0]
+        return self.kernels.sample_tokens(logits, self.sampling, positions, self.mode == FILTER, ids)
 
 
 class Hidden(NamedTuple):

@@ -151,11 +151,14 @@ def convolve(x: Array, base: Array, delta: Array, group_size: int) -> Array:
     return out
 
 
-def select_candidates(params: Params, config: DraftConfig, hidden: Array, logits: Array, anchor: Array) -> Array:
-    """DFlash 2's greedy walk over each position's best candidates: int32 [S, B−1].
+def select_candidates(
+    params: Params, config: DraftConfig, hidden: Array, logits: Array, anchor: Array, rows: Rows | None = None
+) -> Array:
+    """DFlash 2's walk over each position's best candidates: int32 [S, B−1].
 
-    hidden [S, B−1, H] and logits float32 [S, B−1, V] of the rows after the anchor; anchor int32 [S].
-    score(a → b) = logit[b] + ⟨A[a] ⊙ (W·h), S[b]⟩, each position choosing given the one before.
+    hidden [S, B−1, H] and logits float32 [S, B−1, V] of the rows after the anchor int32 [S].
+    score(a → b) = logit[b] + ⟨A[a] ⊙ (W·h), S[b]⟩, each position choosing given the one before
+    (greedily, or as `rows` choose: a sample of softmax(score / T) where the request samples).
     """
     assert config.selector is not None
     p = params["selector"]
@@ -166,7 +169,8 @@ def select_candidates(params: Params, config: DraftConfig, hidden: Array, logits
         left = p["predecessor"][previous] * projected[:, k]
         right = p["successor"][candidates[:, k]]  # [S, top_k, rank]
         pair = (left[:, None].astype(jnp.float32) * right.astype(jnp.float32)).sum(axis=-1)
-        best = jnp.argmax(unary[:, k] + pair, axis=-1)
-        previous = jnp.take_along_axis(candidates[:, k], best[:, None], axis=1)[:, 0].astype(jnp.int32)
+        scores, here = (unary[:, k] + pair)[:, None], candidates[:, k : k + 1]
+        best = rows.choose(scores, rows.positions[:, k + 1 : k + 2], here) if rows else scores.argmax(axis=-1)
+        previous = jnp.take_along_axis(here[:, 0], best, axis=1)[:, 0].astype(jnp.int32)
         path.append(previous)
     return jnp.stack(path, axis=1)

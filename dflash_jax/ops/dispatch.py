@@ -25,6 +25,7 @@ TABLE: dict[str, dict[str, Callable[..., Any]]] = {
     "block_attention": {"xla": reference.paged_attention},
     "prefill_attention": {"xla": reference.paged_attention},
     "head_logits": {"xla": reference.head_logits},
+    "sample_tokens": {"xla": reference.sample_tokens},
 }
 
 

@@ -17,10 +17,12 @@ def head_logits(hidden: Array, head: Array, multiplier: float = 1.0, softcap: fl
 
 
 def greedy_tokens(logits: Array) -> tuple[Array, Array]:
-    """(token int32 [...], broken bool [...]) of logits [..., V]; ties go to the lowest id.
-
-    A row with a NaN is `broken`: argmax then points at the NaN, and the caller must not emit it.
-    """
+    """(token int32 [...], broken bool [...]) of logits [..., V]; ties go to the lowest id."""
     token = jnp.argmax(logits, axis=-1).astype(jnp.int32)
-    best = jnp.take_along_axis(logits, token[..., None], axis=-1)[..., 0]
-    return token, jnp.isnan(best)
+    return token, is_broken(logits, token)
+
+
+def is_broken(logits: Array, chosen: Array) -> Array:
+    """bool [...]: does a row of logits [..., V] hold a NaN?  `chosen` int32 [...] is its argmax, with noise or without,
+    which then points at the NaN; so one look at the chosen logit is enough."""
+    return jnp.isnan(jnp.take_along_axis(logits, chosen[..., None], axis=-1)[..., 0])
