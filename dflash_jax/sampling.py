@@ -30,6 +30,11 @@ class SamplingParams:
     stop_token_ids: Sequence[int] = ()
     ignore_eos: bool = False
 
+    @property
+    def greedy(self) -> bool:
+        """Whether the likeliest token is taken; temperatures under 1e-5 count as 0, as in vLLM."""
+        return self.temperature < 1e-5
+
     def __post_init__(self) -> None:
         self._check_integers()
         self._check_numbers()

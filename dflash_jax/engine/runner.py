@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import logging
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -18,12 +18,15 @@ import numpy as np
 from dflash_jax.drafters import Weights
 from dflash_jax.engine.protocol import PrefillRow, RowResult
 from dflash_jax.errors import UserError
-from dflash_jax.ops import BROKEN, LENGTH, RUNNING, STOP
+from dflash_jax.models import FILTER, GREEDY, SAMPLE
+from dflash_jax.ops import BROKEN, LENGTH, RUNNING, STOP, SamplingRows
 from dflash_jax.params import tree_bytes
+from dflash_jax.sampling import SamplingParams
 from dflash_jax.state import MAX_STOP_IDS, DecodeState
 from dflash_jax.steps import Admission, PrefillBatch, Steps
 
 log = logging.getLogger("dflash_jax")
+MODES = (GREEDY, SAMPLE, FILTER)  # each serves what the ones before it do
 REASONS = {RUNNING: None, STOP: "stop", LENGTH: "length", BROKEN: "error"}
 SMALLEST_PREFILL = 16
 UPDATE_BUCKETS = (8, 64, 512)  # rows of one `extend` call
@@ -114,6 +117,7 @@ class DeviceRunner:
     compile_s: float = 0.0
     scratch_bytes: int | None = None
     _seen: set[tuple[Any, ...]] = field(default_factory=set)
+    _modes: dict[int, str] = field(default_factory=dict)  # of slots whose request samples
     _slot_arrays: dict[tuple[int, ...], jax.Array] = field(default_factory=dict)
 
     @property
@@ -168,7 +172,8 @@ class DeviceRunner:
         table[0, : len(pages)] = pages
         stops = np.full((1, MAX_STOP_IDS), -1, np.int32)
         stops[0, : len(stop_ids)] = stop_ids
-        new = Admission(np.array([slot], np.int32), np.array([limit_tokens], np.int32), stops, table)  # type: ignore[arg-type]
+        rows, self._modes[slot] = sampling_rows(sampling), sampling_mode(sampling)
+        new = Admission(np.array([slot], np.int32), np.array([limit_tokens], np.int32), stops, table, rows)  # type: ignore[arg-type]
         self.state = self.steps.admit(self.state, new)
 
     def extend(self, updates: Sequence[tuple[int, int, int]]) -> None:
@@ -184,18 +189,24 @@ class DeviceRunner:
     def prefill(self, rows: Sequence[PrefillRow]) -> PackedResult:
         width = bucket(max(len(row.tokens) for row in rows), self.prefill_chunk, SMALLEST_PREFILL)
         size = bucket(len(rows), self.max_prefill_rows)
-        return self._prefill(prefill_batch(rows, size, width, spare_slot=self.num_slots), len(rows))
+        mode = self._mode(row.slot for row in rows if row.last)  # other chunks choose no token
+        return self._prefill(prefill_batch(rows, size, width, spare_slot=self.num_slots), len(rows), mode)
 
-    def _prefill(self, batch: PrefillBatch, rows: int) -> PackedResult:
-        return self._launch(("prefill", *batch.tokens.shape), self.steps.prefill, (self.weights,), batch, rows)
+    def _prefill(self, batch: PrefillBatch, rows: int, mode: str) -> PackedResult:
+        return self._launch(("prefill", *batch.tokens.shape), self.steps.prefill, (self.weights,), batch, rows, mode)
 
     def decode(self, slots: Sequence[int], block_size: int) -> PackedResult:
         size = bucket(len(slots), self.num_slots)
         key, before = ("decode_round", size, block_size), (block_size, self.weights)
-        return self._launch(key, self.steps.decode_round, before, self._slots(slots, size), len(slots))
+        where, mode = self._slots(slots, size), self._mode(slots)
+        return self._launch(key, self.steps.decode_round, before, where, len(slots), mode)
 
     def finish(self, slots: Sequence[int]) -> None:
         self.state = self.steps.finish(self.state, self._slots(slots, self.num_slots))
+
+    def _mode(self, slots: Iterable[int]) -> str:
+        """What the neediest of these slots needs."""
+        return max((self._modes.get(slot, GREEDY) for slot in slots), key=MODES.index, default=GREEDY)
 
     def _slots(self, slots: Sequence[int], size: int) -> jax.Array:
         """`slots` padded with the padding slot, on the device; the last few batches are kept there."""
@@ -207,16 +218,23 @@ class DeviceRunner:
         return self._slot_arrays[key]
 
     def _launch(
-        self, key: tuple[Any, ...], step: Any, before: tuple[Any, ...], what: PrefillBatch | jax.Array, rows: int
+        self,
+        key: tuple[Any, ...],
+        step: Any,
+        before: tuple[Any, ...],
+        what: PrefillBatch | jax.Array,
+        rows: int,
+        mode: str,
     ) -> PackedResult:
-        """`step(*before, state, what)`."""
+        """`step(*before, state, what, mode=mode)`."""
         start_s = time.perf_counter()
-        self.state, packed = step(*before, self.state, what)
+        self.state, packed = step(*before, self.state, what, mode=mode)
+        key = key if mode == GREEDY else (*key, mode)
         packed.copy_to_host_async()
         if key not in self._seen:  # the first call of a bucket traces and compiles before it returns
             self._seen.add(key)
             took_s = time.perf_counter() - start_s
-            self._note_compiled(key, step.lower(*before, self.state, what).compile(), took_s)
+            self._note_compiled(key, step.lower(*before, self.state, what, mode=mode).compile(), took_s)
         return PackedResult(packed, rows)
 
     def _note_compiled(self, key: tuple[Any, ...], compiled: Any, took_s: float) -> None:
@@ -242,7 +260,27 @@ class DeviceRunner:
             yield f"prefill {size}×{width}", lambda size=size, width=width: self._warm_prefill(size, width)
 
     def _warm_prefill(self, size: int, width: int) -> PackedResult:
-        return self._prefill(prefill_batch([], size, width, spare_slot=self.num_slots), 0)
+        return self._prefill(prefill_batch([], size, width, spare_slot=self.num_slots), 0, GREEDY)
+
+
+def sampling_mode(params: object) -> str:
+    """What a request needs of a step; anything but `SamplingParams` is greedy."""
+    if not isinstance(params, SamplingParams) or params.greedy:
+        return GREEDY
+    return FILTER if params.top_k > 0 or params.top_p < 1 or params.min_p > 0 else SAMPLE
+
+
+def sampling_rows(params: object) -> SamplingRows:
+    """One request's parameters as the device keeps them (arrays of one row)."""
+    asked = params if isinstance(params, SamplingParams) else SamplingParams()
+    seed = np.uint64((asked.seed or 0) % 2**64)
+    return SamplingRows(  # type: ignore[arg-type]
+        temperature=np.array([0 if asked.greedy else asked.temperature], np.float32),
+        min_p=np.array([asked.min_p], np.float32),
+        top_k=np.array([max(asked.top_k, 0)], np.int32),
+        top_p=np.array([asked.top_p], np.float32),
+        seed=np.array([[seed & np.uint64(0xFFFFFFFF), seed >> np.uint64(32)]], np.uint32),
+    )
 
 
 def prefill_batch(rows: Sequence[PrefillRow], size: int, width: int, spare_slot: int) -> PrefillBatch:
