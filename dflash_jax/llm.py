@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import logging
+from collections import deque
 from collections.abc import Generator, Iterator, Mapping, Sequence
 from numbers import Integral
 from typing import Any
@@ -13,7 +14,6 @@ from tqdm import tqdm
 
 from dflash_jax.demo import demo_draft_path, demo_target_path
 from dflash_jax.engine.engine import Engine, check_ids
-from dflash_jax.engine.interrupts import HeldInterrupts
 from dflash_jax.engine.loop import Update
 from dflash_jax.engine.request import Request
 from dflash_jax.engine.settings import EngineSettings
@@ -26,6 +26,7 @@ log = logging.getLogger("dflash_jax")
 
 Prompt = str | Sequence[int] | Sequence[Mapping[str, Any]]
 """Text, token ids, or chat messages ({"role": …, "content": …})."""
+News = deque[tuple["Job", Update]]
 
 
 @dataclasses.dataclass
@@ -91,10 +92,19 @@ class Job:
     def finished(self) -> bool:
         return self.request is not None and self.request.finished
 
-    def submit(self, eos_token_ids: Sequence[int]) -> None:
+    def submit(self, eos_token_ids: Sequence[int], news: News) -> None:
+        """Queue the request; the job goes to `news` whenever it has new tokens, and when it has ended."""
         self.request = self._engine.add_request(
-            self.ids, self.params, on_tokens=self._on_tokens, eos_token_ids=eos_token_ids
+            self.ids,
+            self.params,
+            on_tokens=self._on_tokens,
+            on_update=lambda update: news.append((self, update)),
+            eos_token_ids=eos_token_ids,
         )
+
+    def abort(self) -> None:
+        if self.request is not None and not self.request.finished:
+            self._engine.abort(self.request.request_id)
 
     def _on_tokens(self, request: Request, tokens: Sequence[int]) -> bool:
         """Engine callback: True when a stop text is complete; tokens after it are taken back."""
@@ -168,7 +178,7 @@ class LLM:
 
     Without a target it is the demo pair; with a target and no draft it decodes plainly.  Other options are those
     of `EngineSettings`.  `platform` (cpu, gpu or tpu) must be given before JAX is used for anything else.
-    Not thread-safe, as the engine below it.
+    Several threads may use it at once: their requests run together.
     """
 
     def __init__(
@@ -284,33 +294,24 @@ class LLM:
 
     def serve(self, jobs: Sequence[Job]) -> Generator[Job, None, None]:
         """Run jobs together; yields a job each time it has new tokens or ends.  Leaving early aborts those left."""
+        news: News = deque()
         try:
             for job in jobs:
-                job.submit(self.eos_token_ids)
-            by_id = {job.request.request_id: job for job in jobs if job.request}
-            while not all(job.finished for job in jobs):
-                for update in self._step():
-                    if update.request.request_id in by_id:
-                        yield by_id[update.request.request_id]
-        except (GeneratorExit, KeyboardInterrupt, UserError):  # the engine is well; after any other error it is not
-            self._abort(jobs)
-            raise
-        self._settle()
-
-    def _step(self) -> list[Update]:
-        with HeldInterrupts():
-            return self.engine.step()
-
-    def _abort(self, jobs: Sequence[Job]) -> None:
-        for job in jobs:
-            if job.request is not None and not job.finished:
-                self.engine.abort(job.request.request_id)
-        self._settle()
-
-    def _settle(self) -> None:
-        """Read what is still in flight, so that its pages are free again."""
-        while self.engine.has_work:
-            self._step()
+                job.submit(self.eos_token_ids, news)
+            left = len(jobs)
+            while left:
+                self.engine.help(unless=lambda: bool(news))
+                while news:
+                    job, update = news.popleft()
+                    left -= update.finish_reason is not None
+                    if update.request.error is not None:
+                        raise update.request.error
+                    yield job
+        finally:
+            for job in jobs:
+                job.abort()
+            if self.engine.has_work:  # what is in flight for these jobs lands, so that its pages are free again
+                self.engine.help()
 
 
 def prompt_list(prompts: Any) -> list[Any]:

@@ -127,19 +127,41 @@ def test_other_threads_are_left_alone() -> None:
     assert handlers == [signal.getsignal(signal.SIGINT)]
 
 
-def test_a_failing_engine_is_not_asked_to_clean_up(text_target: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """The error that is shown is the one that happened, not one from stepping on."""
-    llm = open_llm(text_target, "none")
-    calls: list[int] = []
+def test_a_failing_engine_shows_what_happened(text_target: Path) -> None:
+    """Not what cleaning up after it would meet; and every later call says that it has stopped, and why."""
+    llm = LLM(str(text_target), "none", max_running_requests=1)
 
     def broken(*args: Any) -> Any:
-        calls.append(1)
         raise ZeroDivisionError("the device burns")
 
-    monkeypatch.setattr(llm.engine, "step", broken)
+    llm.engine.runner.prefill = broken
     with pytest.raises(ZeroDivisionError, match="the device burns"):
         llm.generate([[5]])
-    assert calls == [1]
+    with pytest.raises(RuntimeError, match="the engine has stopped: the device burns"):
+        llm.generate([[5]])
+
+
+def test_threads_share_the_engine(two_slots: LLM) -> None:
+    """Each gets its own results, whoever steps; one that leaves early disturbs no other."""
+    params = SamplingParams(max_new_tokens=39)
+    expected = START + PERIOD * 3 + "你xay"
+
+    def work(index: int) -> None:
+        if index % 2:
+            texts.append(two_slots.generate([known_prompt()], params)[0].text)
+        else:
+            next(left_early := two_slots.stream(known_prompt(), params))
+            left_early.close()  # pyright: ignore[reportAttributeAccessIssue]
+            texts.append("".join(two_slots.stream(known_prompt(), params)))
+
+    texts: list[str | None] = []
+    threads = [threading.Thread(target=work, args=(index,)) for index in range(6)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    assert texts == [expected] * 6
+    assert_idle(two_slots)
 
 
 # -- a model that fails ------------------------------------------------------------------------------------------------
