@@ -11,7 +11,8 @@ import importlib
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
-    from dflash_jax.engine.engine import Engine
+    from dflash_jax.engine.async_engine import AsyncEngine
+    from dflash_jax.engine.engine import Engine, EngineStopped
     from dflash_jax.engine.settings import EngineSettings
     from dflash_jax.errors import CheckpointError, UserError
     from dflash_jax.llm import LLM, RequestOutput
@@ -20,16 +21,21 @@ if TYPE_CHECKING:
 __version__ = "0.1.0"
 
 _HOMES = {
+    "AsyncEngine": "engine.async_engine",
     "CheckpointError": "errors",
     "Engine": "engine.engine",
     "EngineSettings": "engine.settings",
+    "EngineStopped": "engine.engine",
     "LLM": "llm",
     "RequestOutput": "llm",
     "SamplingParams": "sampling",
     "UserError": "errors",
 }
 
-__all__ = ["LLM", "CheckpointError", "Engine", "EngineSettings", "RequestOutput", "SamplingParams", "UserError"]
+__all__ = [
+    "LLM", "AsyncEngine", "CheckpointError", "Engine", "EngineSettings", "EngineStopped", "RequestOutput",
+    "SamplingParams", "UserError",
+]  # fmt: skip
 
 
 def __getattr__(name: str) -> object:

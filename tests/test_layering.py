@@ -32,8 +32,12 @@ ROOMS: list[list[set[str]]] = [
     [{"generate"}, {"benchmark"}, {"aot"}, {"serve"}],
 ]
 # Plain Python: tested in microseconds, with no device in sight.
-WITHOUT_JAX = ("dflash_jax.text", "dflash_jax.engine.request", "dflash_jax.engine.pages", "dflash_jax.engine.scheduler",
-               "dflash_jax.errors", "dflash_jax.places", "dflash_jax.presets", "dflash_jax.demo")  # fmt: skip
+WITHOUT_JAX = (
+    "dflash_jax.text", "dflash_jax.engine.request", "dflash_jax.engine.pages", "dflash_jax.engine.prefix_cache",
+    "dflash_jax.engine.scheduler", "dflash_jax.engine.protocol", "dflash_jax.engine.loop", "dflash_jax.engine.metrics",
+    "dflash_jax.engine.turn", "dflash_jax.engine.interrupts", "dflash_jax.errors", "dflash_jax.places",
+    "dflash_jax.presets", "dflash_jax.demo",
+)  # fmt: skip
 
 
 def module_name(path: Path, root: Path) -> str:

@@ -19,7 +19,7 @@ from dflash_jax.engine.interrupts import HeldInterrupts
 from dflash_jax.engine.loop import Loop, Update
 from dflash_jax.engine.metrics import EngineMetrics
 from dflash_jax.engine.request import Phase, Request
-from dflash_jax.engine.runner import MemoryUse
+from dflash_jax.engine.runner import DeviceRunner, MemoryUse
 from dflash_jax.engine.scheduler import SchedulerConfig
 from dflash_jax.engine.settings import EngineSettings
 from dflash_jax.engine.turn import Turn
@@ -59,11 +59,12 @@ class Engine:
     all that later calls give.  Ctrl-C waits for the end of the step.
     """
 
-    def __init__(self, settings: EngineSettings, loaded: Loaded | None = None):
+    def __init__(self, settings: EngineSettings, loaded: Loaded | None = None, runner: DeviceRunner | None = None):
+        """Load the model and make its device side, unless they are given."""
         use_compilation_cache()
         self.settings = settings
         self.loaded = loaded or load(settings)
-        self.runner = make_runner(self.loaded, settings)
+        self.runner = runner or make_runner(self.loaded, settings)
         config = SchedulerConfig.of(
             self.runner,
             max_model_len=min(
@@ -138,6 +139,11 @@ class Engine:
         self._inbox.append((self._take_out, client.request))
         return True
 
+    def abort_all(self) -> None:
+        """`abort` for every request that has not ended."""
+        for name in list(self._clients):
+            self.abort(name)
+
     def generate(
         self, prompt_ids: Sequence[int], params: SamplingParams | None = None, **options: Any
     ) -> GeneratedTokens:
@@ -188,7 +194,7 @@ class Engine:
             raise error
         return updates
 
-    def help(self, unless: Callable[[], bool] = lambda: False) -> None:
+    def advance(self, unless: Callable[[], bool] = lambda: False) -> None:
         """Step as soon as nobody else does, unless `unless()` is true by then; for those who hear by `on_update`."""
         with self._working(unless) as mine:
             if mine:
@@ -302,7 +308,7 @@ class GeneratedTokens(Iterator[Update]):
         if self._ended:
             raise StopIteration
         while not self._box:
-            self._engine.help(unless=lambda: bool(self._box))
+            self._engine.advance(unless=lambda: bool(self._box))
         update = self._box.popleft()
         if update.finish_reason is not None:
             self._ended = True

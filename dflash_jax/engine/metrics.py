@@ -18,13 +18,14 @@ _BUCKETS = 10 * _PER_DECADE  # 10 µs to 100,000 s
 
 @dataclass(frozen=True)
 class Latency:
-    """Seconds. Percentiles come from a histogram with 6 % wide buckets."""
+    """Seconds. Percentiles come from a histogram with 6 % wide buckets; `upto`: (bound, values below it), coarser."""
 
     count: int
     sum_s: float
     p50_s: float
     p90_s: float
     p99_s: float
+    upto: list[tuple[float, int]]
 
     @property
     def mean_s(self) -> float:
@@ -55,7 +56,14 @@ class LatencyHistogram:
         return 0.0
 
     def snapshot(self) -> Latency:
-        return Latency(self.count, self.sum_s, *(self.percentile(share) for share in (0.5, 0.9, 0.99)))
+        percentiles = (self.percentile(share) for share in (0.5, 0.9, 0.99))
+        return Latency(self.count, self.sum_s, *percentiles, upto=self._upto())
+
+    def _upto(self) -> list[tuple[float, int]]:
+        """Four bounds a decade from 100 µs to 1,000 s, which are bounds of the fine buckets too."""
+        fine = _PER_DECADE // 4
+        ends = range(_PER_DECADE, _PER_DECADE * 8 + 1, fine)
+        return [(_LOWEST_S * 10 ** (end / _PER_DECADE), sum(self._buckets[:end])) for end in ends]
 
 
 @dataclass(frozen=True)

@@ -1,0 +1,43 @@
+"""An `Engine` over the fake device: what threads and tasks do to it, without a model."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Sequence
+from types import SimpleNamespace
+from typing import Any
+
+from dflash_jax.engine.engine import Engine
+from dflash_jax.engine.settings import EngineSettings
+
+from .fake_runner import VOCAB, FakeRunner, Script, solo_run
+
+
+@dataclasses.dataclass
+class Params(Script):
+    """A script that also is what the engine reads of sampling parameters."""
+
+    max_new_tokens: int = 8
+    stop_token_ids: Sequence[int] = ()
+    ignore_eos: bool = True
+
+
+def make_engine(*, overlap: bool = True, settings: dict[str, Any] | None = None, **sizes: Any) -> Engine:
+    runner = FakeRunner(**sizes)
+    config = SimpleNamespace(vocab_size=VOCAB, eos_token_ids=(), max_position=10**6)
+    engine = Engine(
+        EngineSettings("", overlap=overlap, **(settings or {})),
+        SimpleNamespace(config=config),  # type: ignore[arg-type]
+        runner,  # type: ignore[arg-type]
+    )
+    runner.pool = engine._loop.scheduler.pool
+    return engine
+
+
+def params(prompt: Sequence[int], new: int = 8, right: Sequence[int] = (3, 0, 1)) -> Any:
+    """Stands where `SamplingParams` stand."""
+    return Params(prompt, right, max_new_tokens=new)
+
+
+def truth(prompt: Sequence[int], new: int = 8) -> list[int]:
+    return solo_run(Script(prompt), new, block_size=4).tokens
