@@ -300,7 +300,7 @@ class LLM:
                 job.submit(self.eos_token_ids, news)
             left = len(jobs)
             while left:
-                self.engine.help(unless=lambda: bool(news))
+                self.engine.advance(unless=lambda: bool(news))
                 while news:
                     job, update = news.popleft()
                     left -= update.finish_reason is not None
@@ -311,7 +311,7 @@ class LLM:
             for job in jobs:
                 job.abort()
             if self.engine.has_work:  # what is in flight for these jobs lands, so that its pages are free again
-                self.engine.help()
+                self.engine.advance()
 
 
 def prompt_list(prompts: Any) -> list[Any]:
