@@ -5,9 +5,11 @@ from __future__ import annotations
 import dataclasses
 import functools
 import json
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+import jax
 import jax.numpy as jnp
 import numpy as np
 
@@ -66,6 +68,12 @@ def pair(name: str) -> Pair:
         target.config, draft.config, load_target(target, jnp.float32, mesh), load_draft(draft, jnp.float32, mesh),
         arrays(folder / "draft.npz"),
     )  # fmt: skip
+
+
+def jit(function: Callable[..., Any]) -> Callable[..., Any]:
+    """`jax.jit`; compiling dominates these tests, and on CPU takes half as long without LLVM's optimiser."""
+    light = {"xla_backend_optimization_level": 0} if jax.default_backend() == "cpu" else {}
+    return jax.jit(function, compiler_options=light)
 
 
 def ropes() -> list[dict[str, Any]]:

@@ -6,7 +6,6 @@ import dataclasses
 import functools
 import json
 
-import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
@@ -56,7 +55,7 @@ def stages(pair: Pair, target_params, draft_params, target_pool, draft_pool) -> 
 @functools.cache
 def first_round(name: str) -> tuple[dict[str, np.ndarray], Pair]:
     pair = goldens.pair(name)
-    run = jax.jit(functools.partial(stages, pair))
+    run = goldens.jit(functools.partial(stages, pair))
     pools = goldens.poisoned_pool(pair.target, 1), goldens.poisoned_pool(pair.draft, 1)
     found = run(pair.target_params, pair.draft_params, *pools)
     return {key: np.asarray(value)[0] for key, value in found.items()}, pair

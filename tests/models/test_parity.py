@@ -53,7 +53,7 @@ def forward(name: str, dtype: str = "float32") -> tuple[dict[str, np.ndarray], M
         }
 
     recorded = {key: jnp.asarray(value, dtype) for key, value in golden.items() if key != "input_ids"}
-    return {k: np.asarray(v, np.float32) for k, v in jax.jit(run)(case.params, pool, recorded).items()}, case
+    return {k: np.asarray(v, np.float32) for k, v in goldens.jit(run)(case.params, pool, recorded).items()}, case
 
 
 @each_model
@@ -107,7 +107,7 @@ def test_a_forward_pass_in_pieces_equals_one(name: str):
     pool = goldens.poisoned_pool(config, 2)
     for start, stop in ((0, 10), (10, 24)):
         rows = goldens.rows(ids[:, start:stop], start)
-        run = jax.jit(lambda params, pool, rows=rows: FAMILIES[config.family].forward(params, config, rows, pool))
+        run = goldens.jit(lambda params, pool, rows=rows: FAMILIES[config.family].forward(params, config, rows, pool))
         hidden = run(case.params, pool)
         pool = hidden.pool
         close(hidden.last, case.golden[f"hidden_{config.num_layers}"][:, start:stop])

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import functools
 
-import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
@@ -39,7 +38,7 @@ def test_taps_are_the_layers_asked_for_in_that_order(taps: tuple[int, ...]):
     config, params = toy()
     ids = np.array([[1, 2, 3], [7, 8, 9]])
     rows, pool = goldens.rows(ids), goldens.poisoned_pool(config, 2)
-    hidden = jax.jit(lambda p, pool: FAMILIES["llama"].forward(p, config, rows, pool, taps))(params, pool)
+    hidden = goldens.jit(lambda p, pool: FAMILIES["llama"].forward(p, config, rows, pool, taps))(params, pool)
     after = [ids + sum(10**j for j in range(i + 1)) for i in range(LAYERS)]  # token + 1, + 11, + 111 …
     last = after[-1] / np.sqrt(np.square(after[-1], dtype=float) + EPS) * 3.0
     after[-1] = last  # Hugging Face's hidden state after the last layer is the normed one

@@ -5,7 +5,7 @@ from __future__ import annotations
 import dataclasses
 import functools
 import json
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -33,7 +33,19 @@ def padded(rows: Sequence[Sequence[int]], shape: tuple[int, ...], fill: int) -> 
 
 @functools.cache
 def compiled(config: StepConfig) -> Steps:
+    """One for all labs of the same configuration: compiled once a session."""
     return Steps(config)
+
+
+@functools.cache
+def lightly(steps: Steps) -> dict[Any, Any]:
+    """Launches of `steps` compiled with little optimisation, by name and shapes."""
+    return {}
+
+
+def light_options() -> dict[str, Any]:
+    """Compiling dominates these tests; on CPU it takes half as long without LLVM's optimiser."""
+    return {"xla_backend_optimization_level": 0} if jax.default_backend() == "cpu" else {}
 
 
 @dataclasses.dataclass
@@ -49,11 +61,33 @@ class Lab:
     chunk: int
     slots: int
     width: int
+    light: bool = False
 
     @property
     def steps(self) -> Steps:
-        """One for all labs of the same configuration: compiled once a session."""
         return compiled(self.config)
+
+    def prefill(self, weights: Weights, state: DecodeState, batch: PrefillBatch) -> tuple[DecodeState, jax.Array]:
+        if not self.light:
+            return self.steps.prefill(weights, state, batch)
+        key = "prefill", *batch.tokens.shape, self.slots, self.width
+        return self._lightly(key, lambda: self.steps.prefill.lower(weights, state, batch))(weights, state, batch)
+
+    def decode_round(
+        self, block: int, weights: Weights, state: DecodeState, slots: jax.Array
+    ) -> tuple[DecodeState, jax.Array]:
+        if not self.light:
+            return self.steps.decode_round(block, weights, state, slots)
+        key = "decode_round", block, len(slots), self.slots, self.width
+        lower = functools.partial(self.steps.decode_round.lower, block, weights, state, slots)
+        return self._lightly(key, lower)(weights, state, slots)
+
+    def _lightly(self, key: tuple[Any, ...], lower: Callable[[], Any]) -> Any:
+        """The launch of that name and shapes, compiled at its first use."""
+        known = lightly(self.steps)
+        if key not in known:
+            known[key] = lower().compile(compiler_options=light_options())
+        return known[key]
 
     @property
     def page_size(self) -> int:
@@ -146,7 +180,7 @@ class Run:
             np.array([*[s + len(p) == len(r.prompt) for r, s, p in zip(requests, starts, parts, strict=True)],
                       *[False] * spare]),
         )  # type: ignore[arg-type]  # fmt: skip
-        self.state, packed = lab.steps.prefill(lab.weights, self.state, batch)
+        self.state, packed = lab.prefill(lab.weights, self.state, batch)
         self._take(requests, np.asarray(packed))
 
     def _take(self, requests: list[Request], packed: np.ndarray) -> None:
@@ -163,7 +197,7 @@ class Run:
         """One round of the requests that are not finished."""
         lab, live = self.lab, self.live
         slots = lab.where([r.slot for r in live])
-        self.state, packed = lab.steps.decode_round(block or lab.block, weights or lab.weights, self.state, slots)
+        self.state, packed = lab.decode_round(block or lab.block, weights or lab.weights, self.state, slots)
         packed = np.asarray(packed)
         for request, count in zip(live, packed[:, 0].tolist(), strict=False):
             request.accepted.append(count)
@@ -212,7 +246,7 @@ def drafter_of(name: str) -> tuple[StepConfig, Weights]:
 def oracle_lab(name: str) -> Lab:
     """All six whole-block cases of a pair fit into one launch."""
     config, weights = drafter_of(name)
-    return Lab(config, weights, bucket=6, chunk=40, slots=6, width=9)
+    return Lab(config, weights, bucket=6, chunk=40, slots=6, width=9, light=True)
 
 
 @functools.cache

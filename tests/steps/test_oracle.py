@@ -9,7 +9,7 @@ import pytest
 from dflash_jax.ops import LENGTH
 from dflash_jax.state import gather
 from dflash_jax.steps import draft, prepare
-from steps.lab import PAIRS, Lab, Request, Run, oracle_cases, oracle_lab, pools
+from steps.lab import PAIRS, Lab, Request, Run, light_options, oracle_cases, oracle_lab, pools
 
 NAMES = sorted(path.name for path in PAIRS.iterdir())
 each_pair = pytest.mark.parametrize("name", NAMES)
@@ -66,7 +66,7 @@ def _proposals(lab: Lab):
         rows = prepare(lab.config, gather(state, slots), lab.block)
         return draft(lab.config, weights, state, rows).ids[:, 1:]
 
-    return jax.jit(proposals)
+    return jax.jit(proposals, compiler_options=light_options())
 
 
 def shorter(name: str):
