@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import dataclasses
+import hashlib
 import logging
+import os
 from pathlib import Path
 from typing import Any
 
@@ -14,8 +16,10 @@ from jax.sharding import Mesh
 from dflash_jax.cache import make_pool, page_bytes
 from dflash_jax.config import TargetConfig
 from dflash_jax.drafters import DraftContext, Drafter, Weights, make_drafter
+from dflash_jax.engine.round_times import FORMAT, RoundTimes
 from dflash_jax.engine.runner import DeviceRunner, RunnerSizes
 from dflash_jax.engine.settings import CPU_KV_CACHE_BYTES, DEVICE_MEMORY_SHARE, EngineSettings
+from dflash_jax.engine.speculation import Speculation
 from dflash_jax.errors import UserError
 from dflash_jax.ops import select
 from dflash_jax.places import cache_folder
@@ -51,7 +55,7 @@ def load(settings: EngineSettings) -> Loaded:
     checkpoint = open_target(settings.target)
     cache = Path(settings.weights_cache).expanduser() if settings.weights_cache else None
     context = DraftContext("", checkpoint, dtype, mesh, settings.block_size, cache, settings.progress)
-    drafter, draft_params = make_drafter(settings.draft, context)
+    drafter, draft_params = make_drafter("none" if settings.speculation == "never" else settings.draft, context)
     weights = Weights(load_target(checkpoint, dtype, mesh, settings.progress, cache), draft_params)
     return Loaded(checkpoint, drafter, weights, dtype, platform, mesh)
 
@@ -109,6 +113,25 @@ def default_kv_bytes(loaded: Loaded) -> int:
     if not stats or "bytes_limit" not in stats:
         return CPU_KV_CACHE_BYTES
     return int((stats["bytes_limit"] - stats.get("bytes_in_use", 0)) * DEVICE_MEMORY_SHARE)
+
+
+def make_speculation(settings: EngineSettings, loaded: Loaded, runner: DeviceRunner) -> Speculation | None:
+    """Who chooses the width of each round; None where it is the same for all."""
+    if settings.speculation != "auto" or settings.block_size is not None or loaded.drafter.max_block == 1:
+        return None
+    times = RoundTimes(round_times_path(runner.steps.config, loaded))
+    return Speculation(runner.block_size, runner.decode_key, runner.is_compiled, times)
+
+
+def round_times_path(config: StepConfig, loaded: Loaded) -> Path | None:
+    """Where round times are kept: beside the compiled steps, a file for each model, machine and version."""
+    folder: str | None = jax.config.jax_compilation_cache_dir  # pyright: ignore[reportAttributeAccessIssue]
+    if folder is None:
+        return None
+    devices = loaded.mesh.devices.flatten()
+    machine = len(devices), devices[0].device_kind, os.cpu_count(), jax.__version__
+    facts = FORMAT, config, loaded.dtype, machine
+    return Path(folder) / "round_times" / f"{hashlib.sha256(repr(facts).encode()).hexdigest()[:32]}.json"
 
 
 def use_compilation_cache() -> None:

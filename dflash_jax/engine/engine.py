@@ -14,7 +14,7 @@ from typing import Any
 
 from tqdm import tqdm
 
-from dflash_jax.engine.build import Loaded, load, make_runner, use_compilation_cache
+from dflash_jax.engine.build import Loaded, load, make_runner, make_speculation, use_compilation_cache
 from dflash_jax.engine.interrupts import HeldInterrupts
 from dflash_jax.engine.loop import Loop, Update
 from dflash_jax.engine.metrics import EngineMetrics
@@ -74,7 +74,15 @@ class Engine:
             chunked_prefill_size=settings.chunked_prefill_size,
             enable_prefix_caching=settings.enable_prefix_caching,
         )
-        self._loop = Loop(self.runner, config, overlap=settings.overlap, on_tokens=self._on_tokens)
+        self.speculation = make_speculation(settings, self.loaded, self.runner)
+        self._loop = Loop(
+            self.runner,
+            config,
+            overlap=settings.overlap and not self.loaded.drafter.capabilities.needs_cpu_lengths,
+            on_tokens=self._on_tokens,
+            choose_block=self.speculation.choose if self.speculation else None,
+            on_round=self.speculation.observe if self.speculation else None,
+        )
         self._names = itertools.count()
         self._turn = Turn()
         self._lock = threading.Lock()  # for the three below; held for moments only
@@ -284,13 +292,19 @@ class Engine:
         return replace(found, num_requests_waiting=found.num_requests_waiting + arrived)
 
     def warmup(self, progress: bool = True) -> float:
-        """Compile every bucket now instead of at its first use; returns the seconds it took."""
+        """Compile every bucket now instead of at its first use; returns the seconds it took.
+
+        With speculation "auto" that is every width too, and how long a round of each takes is measured.
+        """
+        widths = self.speculation.widths if self.speculation else [self.runner.block_size]
         with self._working():
             before_s = self.runner.compile_s
-            calls = list(self.runner.warmup_calls([self.runner.block_size]))
+            calls = list(self.runner.warmup_calls(widths))
             for label, call in (bar := tqdm(calls, desc="compiling", disable=not progress)):
                 bar.set_postfix_str(label)
                 call().result()
+            if self.speculation:
+                self.speculation.measure(self.runner.decode, self.runner.spare_batches())
         log.info("%s", self.memory)
         return self.runner.compile_s - before_s
 

@@ -28,6 +28,23 @@ ChooseBlock = Callable[[Sequence[Request]], int]
 
 
 @dataclass(frozen=True, slots=True)
+class Round:
+    """A round that was read. committed: tokens of each request that was not finished before it.
+
+    took_s: from its launch, or from the end of the launch before if that was later, until it was read. steady: the
+    launches around it were rounds of the same shape, so that took_s is the time of such a round.
+    """
+
+    committed: list[int]
+    took_s: float
+    steady: bool
+
+
+OnRound = Callable[[Round], None]
+"""Hears of every round, in the order in which their widths were chosen."""
+
+
+@dataclass(frozen=True, slots=True)
 class Update:
     """A request's new tokens of one step; `finish_reason` is None until its last.
 
@@ -46,6 +63,11 @@ class Launch:
     rows: list[Row]
     pending: Pending
     block_size: int  # 0 for prefill
+    launched_s: float
+
+    @property
+    def shape(self) -> tuple[int, int]:
+        return len(self.rows), self.block_size
 
 
 class Loop:
@@ -59,6 +81,7 @@ class Loop:
         overlap: bool = True,
         on_tokens: OnTokens | None = None,
         choose_block: ChooseBlock | None = None,
+        on_round: OnRound | None = None,
         clock: Callable[[], float] = time.perf_counter,
     ):
         self.runner = runner
@@ -67,8 +90,10 @@ class Loop:
         self.recorder = MetricsRecorder(runner.block_size)
         self._on_tokens = on_tokens
         self._choose_block = choose_block
+        self._on_round = on_round
         self._clock = clock
         self._in_flight: Launch | None = None
+        self._last_read: tuple[tuple[int, int], float] = (0, 0), 0.0  # its shape, and when
         self._stopped: list[int] = []  # slots the host stopped since the last launch
 
     # -- requests ------------------------------------------------------------------------------------------------
@@ -146,14 +171,16 @@ class Loop:
             PrefillRow(row.seat.slot, row.seat.tokens[row.start : row.start + row.length], row.start, row.last)
             for row in batch.rows
         ]
-        return Launch(batch.rows, self.runner.prefill(rows), block_size=0)
+        start_s = self._now_s()
+        return Launch(batch.rows, self.runner.prefill(rows), block_size=0, launched_s=start_s)
 
     def _launch_decode(self, batch: DecodeBatch) -> Launch:
         if batch.new_pages:
             self.runner.extend(batch.new_pages)
         block_size = self._block_size([row.request for row in batch.rows])
+        start_s = self._now_s()
         pending = self.runner.decode([row.seat.slot for row in batch.rows], block_size)
-        return Launch(batch.rows, pending, block_size)
+        return Launch(batch.rows, pending, block_size, start_s)
 
     def _block_size(self, live: Sequence[Request]) -> int:
         if self._choose_block is None:
@@ -172,10 +199,27 @@ class Loop:
         results = launch.pending.result()
         if len(results) != len(launch.rows):
             raise RuntimeError(f"the device returned {len(results)} rows for a launch of {len(launch.rows)}")
+        if self._on_round:
+            self._note_time(launch, results, self._on_round)
         self.recorder.launched(launch.block_size)
         pairs = zip(launch.rows, results, strict=True)
         news = [(row.request, result.tokens) for row, result in pairs if self._digest_row(launch, row, result)]
         return [self._report(request, tokens) for request, tokens in news]
+
+    def _note_time(self, launch: Launch, results: list[RowResult], on_round: OnRound) -> None:
+        """Tell of a round and how long it took: with overlap the next launch is in flight already."""
+        (shape, before_s), now_s = self._last_read, self._now_s()
+        self._last_read = launch.shape, now_s
+        if not launch.block_size:
+            return
+        around = [shape, self._in_flight.shape if self._in_flight else (0, 0)] if self.overlap else [launch.shape]
+        steady = all(other == launch.shape for other in around)
+        committed = [len(result.tokens) for result in results if result.tokens]
+        on_round(Round(committed, now_s - max(launch.launched_s, before_s), steady))
+
+    def _now_s(self) -> float:
+        """The time where somebody wants to know how long rounds take."""
+        return self._clock() if self._on_round else 0.0
 
     def _digest_row(self, launch: Launch, row: Row, result: RowResult) -> bool:
         """Book one row; True if there is something to report. What a stopped request still produced is dropped."""

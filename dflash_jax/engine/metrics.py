@@ -90,6 +90,7 @@ class EngineMetrics:
     acceptance_histogram: list[int]  # [n]: requests' rounds that committed n tokens, bonus included
     num_drafts_per_pos: list[int]  # [k]: drafts proposed at block position k + 1
     num_accepted_tokens_per_pos: list[int]
+    acceptance_by_width: dict[int, list[int]]  # [b][n]: of the rounds of width b, those that committed n tokens
     time_to_first_token: Latency
     time_per_output_token: Latency  # a request's mean over the tokens after its first
     e2e_request_latency: Latency
@@ -126,6 +127,7 @@ class MetricsRecorder:
     success: dict[str, int] = field(default_factory=lambda: dict.fromkeys(("stop", "length", "abort", "error"), 0))
     committed: list[int] = field(default_factory=list)  # [n]: rows that committed n tokens
     widths: list[int] = field(default_factory=list)  # [b]: rows of width b
+    by_width: dict[int, list[int]] = field(default_factory=dict)  # [b][n]: rows of width b that committed n tokens
     ttft: LatencyHistogram = field(default_factory=LatencyHistogram)
     tpot: LatencyHistogram = field(default_factory=LatencyHistogram)
     e2e: LatencyHistogram = field(default_factory=LatencyHistogram)
@@ -149,6 +151,7 @@ class MetricsRecorder:
         """One request's round."""
         self.widths[block_size] += 1
         self.committed[committed] += 1
+        self.by_width.setdefault(block_size, [0] * (block_size + 1))[committed] += 1
 
     def generated(self, tokens: int) -> None:
         self.generation_tokens += tokens
@@ -186,6 +189,7 @@ class MetricsRecorder:
             acceptance_histogram=list(self.committed),
             num_drafts_per_pos=proposed,
             num_accepted_tokens_per_pos=accepted,
+            acceptance_by_width={width: list(counts) for width, counts in list(self.by_width.items())},
             time_to_first_token=self.ttft.snapshot(),
             time_per_output_token=self.tpot.snapshot(),
             e2e_request_latency=self.e2e.snapshot(),

@@ -193,13 +193,21 @@ class DeviceRunner:
         return self._prefill(prefill_batch(rows, size, width, spare_slot=self.num_slots), len(rows), mode)
 
     def _prefill(self, batch: PrefillBatch, rows: int, mode: str) -> PackedResult:
-        return self._launch(("prefill", *batch.tokens.shape), self.steps.prefill, (self.weights,), batch, rows, mode)
+        key = _launch_key("prefill", *batch.tokens.shape, mode=mode)
+        return self._launch(key, self.steps.prefill, (self.weights,), batch, rows, mode)
 
     def decode(self, slots: Sequence[int], block_size: int) -> PackedResult:
-        size = bucket(len(slots), self.num_slots)
-        key, before = ("decode_round", size, block_size), (block_size, self.weights)
-        where, mode = self._slots(slots, size), self._mode(slots)
-        return self._launch(key, self.steps.decode_round, before, where, len(slots), mode)
+        key, before = self.decode_key(slots, block_size), (block_size, self.weights)
+        where = self._slots(slots, bucket(len(slots), self.num_slots))
+        return self._launch(key, self.steps.decode_round, before, where, len(slots), self._mode(slots))
+
+    def decode_key(self, slots: Sequence[int], block_size: int) -> tuple[Any, ...]:
+        """What a round of these slots is compiled for."""
+        return _launch_key("decode_round", bucket(len(slots), self.num_slots), block_size, mode=self._mode(slots))
+
+    def is_compiled(self, key: Sequence[Any]) -> bool:
+        """Whether there was a launch of that key, so that the next one compiles nothing."""
+        return key in self._seen
 
     def finish(self, slots: Sequence[int]) -> None:
         self.state = self.steps.finish(self.state, self._slots(slots, self.num_slots))
@@ -229,7 +237,6 @@ class DeviceRunner:
         """`step(*before, state, what, mode=mode)`."""
         start_s = time.perf_counter()
         self.state, packed = step(*before, self.state, what, mode=mode)
-        key = key if mode == GREEDY else (*key, mode)
         packed.copy_to_host_async()
         if key not in self._seen:  # the first call of a bucket traces and compiles before it returns
             self._seen.add(key)
@@ -252,15 +259,23 @@ class DeviceRunner:
 
         Prefill rows times their width never exceed the chunk, which leaves some pairs of buckets unused.
         """
-        for size in buckets(self.num_slots):
+        for spare in self.spare_batches():
+            size = len(spare)
             for block in block_sizes:
-                spare = [self.num_slots] * size
                 yield f"decode {size}×{block}", lambda spare=spare, block=block: self.decode(spare, block)
         for size, width in prefill_buckets(self.max_prefill_rows, self.prefill_chunk):
             yield f"prefill {size}×{width}", lambda size=size, width=width: self._warm_prefill(size, width)
 
+    def spare_batches(self) -> list[list[int]]:
+        """Padding slots for a round of each bucket."""
+        return [[self.num_slots] * size for size in buckets(self.num_slots)]
+
     def _warm_prefill(self, size: int, width: int) -> PackedResult:
         return self._prefill(prefill_batch([], size, width, spare_slot=self.num_slots), 0, GREEDY)
+
+
+def _launch_key(*parts: Any, mode: str) -> tuple[Any, ...]:
+    return parts if mode == GREEDY else (*parts, mode)
 
 
 def sampling_mode(params: object) -> str:

@@ -7,6 +7,7 @@ import dataclasses
 from dflash_jax.errors import UserError
 
 DTYPES = ("auto", "float32", "bfloat16")
+SPECULATION = ("auto", "always", "never")
 # Where the device tells no memory size (CPU), the pools get this much; elsewhere a share of what is free.
 CPU_KV_CACHE_BYTES = 512 * 1024**2
 DEVICE_MEMORY_SHARE = 0.8
@@ -16,9 +17,13 @@ DEVICE_MEMORY_SHARE = 0.8
 class EngineSettings:
     """Settings of an engine.  None means: chosen at start from the model and the machine, and printed.
 
-    target, draft: folder, hub id or (target) `.gguf` file; draft "none" = plain decoding.
+    target, draft: folder, hub id or (target) `.gguf` file; a draft may also be a registered drafter, `NAME` or
+    `NAME:ARGUMENT`, for example "ngram"; "none" = plain decoding.
     dtype: weights and KV; "auto" = float32 on CPU, bfloat16 elsewhere.
-    block_size: rows of a block, 2 … the draft's own (vLLM's num_speculative_tokens is one less).
+    block_size: rows of a block, 2 … the draft's own (vLLM's num_speculative_tokens is one less); if given, of every
+    one, else the draft's own is the largest.
+    speculation: "auto" = after `warmup`, if block_size is not given, each round has the width that measures fastest
+    with the acceptance seen lately; "always" = every round has the whole block; "never" = the draft is not loaded.
     max_model_len: tokens of a request, prompt and output together.
     max_running_requests: requests decoded at once.
     kv_cache_bytes: both pools together.
@@ -30,6 +35,7 @@ class EngineSettings:
     draft: str = "none"
     dtype: str = "auto"
     block_size: int | None = None
+    speculation: str = "auto"
     max_model_len: int | None = None
     kernels: str = "auto"
     max_running_requests: int = 8
@@ -44,6 +50,8 @@ class EngineSettings:
     def __post_init__(self) -> None:
         if self.dtype not in DTYPES:
             raise UserError(f"dtype {self.dtype!r} is not one of {', '.join(DTYPES)}")
+        if self.speculation not in SPECULATION:
+            raise UserError(f"speculation {self.speculation!r} is not one of {', '.join(SPECULATION)}")
         for name, low in (("max_running_requests", 1), ("page_size", 1), ("chunked_prefill_size", 1),
                           ("max_model_len", 2), ("kv_cache_bytes", 1)):  # fmt: skip
             value = getattr(self, name)
@@ -51,5 +59,7 @@ class EngineSettings:
                 raise UserError(f"{name} must be an integer of at least {low}, not {value!r}")
         if self.block_size is not None and (type(self.block_size) is not int or self.block_size < 2):
             raise UserError(f"block_size must be an integer of at least 2, not {self.block_size!r}")
+        if self.block_size is not None and self.speculation == "never":
+            raise UserError(f"block_size {self.block_size} has no meaning with speculation 'never'")
         if self.page_size & (self.page_size - 1):
             raise UserError(f"page_size {self.page_size} is not a power of two")

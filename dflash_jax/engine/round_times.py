@@ -1,0 +1,93 @@
+"""How long a round takes, by what is compiled for it: measured, and kept between runs beside the compiled steps.
+
+Plain Python, no JAX.  A key names a compiled round: its bucket of rows and its width, among other things.
+"""
+
+from __future__ import annotations
+
+import json
+import logging
+import math
+import os
+from collections import deque
+from collections.abc import Hashable, Sequence
+from pathlib import Path
+
+log = logging.getLogger("dflash_jax")
+
+Key = Sequence[Hashable]
+FORMAT = 1  # of the files; raised when the steps change so much that times of earlier versions mislead
+SAMPLES = 9  # the newest, whose median counts: one slow round in four does not show
+SAVE_EVERY = 2000  # samples
+
+
+class RoundTimes:
+    """Seconds of a round by key, as the median of its newest samples.
+
+    With a `path` the medians of earlier runs are the first samples of this one.  A file that cannot be read or written
+    is reported, and then measured again or left.
+    """
+
+    def __init__(self, path: Path | None = None):
+        self._path = path
+        self._samples: dict[str, deque[float]] = {}
+        self._unsaved = 0
+        for name, seconds in _read(path).items() if path else ():
+            self._samples[name] = deque([seconds], SAMPLES)
+
+    def seconds(self, key: Key) -> float | None:
+        """None for a round that has never been measured."""
+        samples = self._samples.get(_name(key))
+        return sorted(samples)[len(samples) // 2] if samples else None
+
+    def add(self, key: Key, seconds: float) -> None:
+        self._samples.setdefault(_name(key), deque(maxlen=SAMPLES)).append(seconds)
+        self._unsaved += 1
+        if self._unsaved == SAVE_EVERY:
+            self.save()
+
+    def distrust(self, key: Key, keep: int) -> None:
+        """Forget all but the newest `keep` samples, because they are old."""
+        samples = self._samples.get(_name(key), deque())
+        while len(samples) > keep:
+            samples.popleft()
+
+    def all(self) -> dict[str, float]:
+        """Seconds by key, written as in the file: its parts with spaces between them."""
+        return {name: sorted(samples)[len(samples) // 2] for name, samples in list(self._samples.items())}
+
+    def save(self) -> None:
+        """Write the medians, in one move: another engine may do the same."""
+        self._unsaved = 0
+        if self._path is None:
+            return
+        part = self._path.with_suffix(f".{os.getpid()}.part")
+        try:
+            self._path.parent.mkdir(parents=True, exist_ok=True)
+            part.write_text(json.dumps(self.all(), indent=1, sort_keys=True), encoding="utf-8")
+            part.replace(self._path)
+        except OSError as error:
+            log.warning("%s: measured round times cannot be kept there: %s", self._path, error.strerror)
+            self._path = None
+
+
+def _name(key: Key) -> str:
+    return " ".join(map(str, key))
+
+
+def _read(path: Path) -> dict[str, float]:
+    """The file's times; none if it is missing or not what `save` writes."""
+    try:
+        found = json.loads(path.read_text(encoding="utf-8"))
+        return {str(name): _positive(seconds) for name, seconds in dict(found).items()}
+    except FileNotFoundError:
+        return {}
+    except (OSError, ValueError, TypeError) as error:
+        log.warning("%s: not the round times of an earlier run (%s): they are measured again", path, error)
+        return {}
+
+
+def _positive(seconds: float) -> float:
+    if not 0 < seconds < math.inf:
+        raise ValueError(f"{seconds!r} seconds")
+    return float(seconds)
