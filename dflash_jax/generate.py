@@ -65,8 +65,9 @@ def make_parser() -> argparse.ArgumentParser:
 def add_models(group: argparse._ArgumentGroup) -> None:
     group.add_argument("--target", metavar="T", help="Hugging Face folder, hub id or .gguf file (default: the demo"
                        " model SmolLM2-135M-Instruct, downloaded once: 93 MB)")  # fmt: skip
-    group.add_argument("--draft", metavar="D", help="draft folder or hub id made for that target; 'none' decodes"
-                       " without one (default: that of the demo model; with --target: none)")  # fmt: skip
+    group.add_argument("--draft", metavar="D", help="draft folder or hub id made for that target; 'ngram'"
+                       " copies from the text so far, 'none' decodes without (default: that of the demo model; with"
+                       " --target: none)")  # fmt: skip
 
 
 def add_prompts(group: argparse._ArgumentGroup) -> None:
@@ -94,6 +95,8 @@ def add_sampling(group: argparse._ArgumentGroup) -> None:
 def add_execution(group: argparse._ArgumentGroup) -> None:
     group.add_argument("--block-size", type=int, metavar="N", help="tokens per block, 2 to what the draft was trained"
                        " for (default: that)")  # fmt: skip
+    group.add_argument("--speculation", choices=("auto", "always", "never"), help="'never' leaves the draft out;"
+                       " 'auto' (default) and 'always' differ only in engines that were warmed up")  # fmt: skip
     group.add_argument("--dtype", choices=("auto", "float32", "bfloat16"), help="of weights and KV cache (default:"
                        " auto = float32 on CPU, bfloat16 elsewhere)")  # fmt: skip
     group.add_argument("--max-model-len", type=int, metavar="N", help="longest prompt and output together, in tokens"
@@ -154,8 +157,8 @@ def sampling_params(args: argparse.Namespace) -> SamplingParams:
 def load_llm(args: argparse.Namespace) -> LLM:
     from dflash_jax.llm import LLM
 
-    names = ("block_size", "dtype", "max_model_len", "kernels", "max_running_requests", "kv_cache_bytes", "overlap",
-             "weights_cache")  # fmt: skip
+    names = ("block_size", "speculation", "dtype", "max_model_len", "kernels", "max_running_requests", "kv_cache_bytes",
+             "overlap", "weights_cache")  # fmt: skip
     options = {name: getattr(args, name) for name in names if getattr(args, name) is not None}
     bars = not args.quiet and sys.stderr.isatty()  # elsewhere, bars are a flood of lines
     return LLM(args.target, args.draft, platform=args.platform, progress=bars, **options)
