@@ -7,6 +7,7 @@ from collections.abc import Sequence
 from types import SimpleNamespace
 from typing import Any
 
+from dflash_jax.drafters import Capabilities
 from dflash_jax.engine.engine import Engine
 from dflash_jax.engine.settings import EngineSettings
 
@@ -25,11 +26,9 @@ class Params(Script):
 def make_engine(*, overlap: bool = True, settings: dict[str, Any] | None = None, **sizes: Any) -> Engine:
     runner = FakeRunner(**sizes)
     config = SimpleNamespace(vocab_size=VOCAB, eos_token_ids=(), max_position=10**6)
-    engine = Engine(
-        EngineSettings("", overlap=overlap, **(settings or {})),
-        SimpleNamespace(config=config),  # type: ignore[arg-type]
-        runner,  # type: ignore[arg-type]
-    )
+    loaded = SimpleNamespace(config=config, drafter=SimpleNamespace(capabilities=Capabilities()))
+    options = EngineSettings("", overlap=overlap, speculation="always", **(settings or {}))
+    engine = Engine(options, loaded, runner)  # type: ignore[arg-type]
     runner.pool = engine._loop.scheduler.pool
     return engine
 
