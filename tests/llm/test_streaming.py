@@ -131,7 +131,7 @@ def test_a_failing_engine_shows_what_happened(text_target: Path) -> None:
     """Not what cleaning up after it would meet; and every later call says that it has stopped, and why."""
     llm = LLM(str(text_target), "none", max_running_requests=1)
 
-    def broken(*args: Any) -> Any:
+    def broken(rows: Any) -> Any:
         raise ZeroDivisionError("the device burns")
 
     llm.engine.runner.prefill = broken
