@@ -111,6 +111,15 @@ def add_execution(group: argparse._ArgumentGroup) -> None:
     group.add_argument("--weights-cache", metavar="DIR", help="keep converted weights there, for faster starts")
 
 
+def parse_arguments(argv: Sequence[str]) -> argparse.Namespace:
+    """Options and prompts in any order; after `--` all is prompts, whatever it looks like."""
+    words = list(argv)
+    end = words.index("--") if "--" in words else len(words)
+    args = make_parser().parse_intermixed_args(words[:end])
+    args.prompts += words[end + 1 :]
+    return args
+
+
 # -- prompts -----------------------------------------------------------------------------------------------------------
 
 
@@ -290,7 +299,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     """Run the command line; returns the exit code."""
     try:
         configure_stdout(errors="replace")
-        args = make_parser().parse_intermixed_args(argv)
+        args = parse_arguments(sys.argv[1:] if argv is None else argv)
         configure_logging(args.quiet)
         if args.json:
             configure_stdout(errors="backslashreplace", encoding="utf-8")  # half a surrogate becomes a JSON escape

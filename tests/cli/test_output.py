@@ -1,0 +1,178 @@
+"""What a user sees: text as it comes, objects, the summary, and which stream carries what."""
+
+from __future__ import annotations
+
+import io
+import json
+import logging
+import re
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+from llm.text_target import PAIR, PERIOD, START, known_case, known_prompt  # pyright: ignore[reportMissingImports]
+
+from dflash_jax import SamplingParams
+from dflash_jax.engine.settings import EngineSettings
+from dflash_jax.generate import main
+
+from .conftest import KEYS, Cli
+
+KNOWN = ",".join(map(str, known_prompt()))
+STEADY = ",".join(map(str, known_prompt(12)))
+SUMMARY = re.compile(r"(\d+) tokens? in (\d+\.\d\d) s, (\d+\.\d) tok/s, mean acceptance (\d+\.\d\d|-)( \(.*\))?")
+
+
+def known(limit: int) -> list[object]:
+    return ["--prompt-ids", KNOWN, "--max-new-tokens", limit]
+
+
+# -- JSON --------------------------------------------------------------------------------------------------------------
+
+
+def test_an_object_has_the_keys_of_the_contract(cli: Cli, pair: list[str]) -> None:
+    result = cli(*pair, *known(40), "--json")
+    assert result.code == 0
+    [found] = result.objects
+    assert list(found) == KEYS
+    expected = {
+        "prompt": known_prompt(), "prompt_tokens": 2, "token_ids": known_case().token_ids,
+        "text": START + PERIOD * 3 + PERIOD[:4] + "\ufffd", "finish_reason": "length", "rounds": 9,
+        "accept_lengths": [2, 3, 1, 1, 1, 12, 12, 3, 4], "target": pair[1], "draft": pair[3], "dtype": "float32",
+    }  # fmt: skip
+    assert {key: found[key] for key in expected} == expected
+    assert found["mean_accept_length"] == pytest.approx(39 / 9)
+    assert found["tokens_per_s"] == pytest.approx(39 / found["decode_s"])
+    assert found["time_to_first_token_s"] > 0
+
+
+def test_objects_are_one_a_line_in_the_order_of_the_prompts(cli: Cli, pair: list[str]) -> None:
+    """The first prompt ends last."""
+    result = cli(*pair, "--prompt-ids", STEADY, "--prompt-ids", "2", "--raw", "hi\nyou", "--json",
+                 "--max-new-tokens", 30, "--stop", "zz", "--max-running-requests", 3)  # fmt: skip
+    assert [item["prompt"] for item in result.objects] == ["hi\nyou", known_prompt(12), [2]]
+    assert "你" in result.out, "JSON is written as UTF-8, not as escapes"
+
+
+def test_without_rounds_there_is_no_mean(cli: Cli, pair: list[str]) -> None:
+    [found] = cli(*pair, *known(1), "--json").objects
+    assert [found[key] for key in ("rounds", "accept_lengths", "mean_accept_length", "tokens_per_s")] == [
+        0,
+        [],
+        None,
+        None,
+    ]
+
+
+def test_without_a_draft_each_round_is_a_token(cli: Cli, target: Path) -> None:
+    [found] = cli("--target", target, "--draft", "none", *known(12), "--json").objects
+    assert (found["draft"], found["accept_lengths"], found["mean_accept_length"]) == ("none", [1] * 11, 1.0)
+    assert found["token_ids"] == known_case().token_ids[:12]
+
+
+def test_without_a_tokenizer_text_is_null(cli: Cli) -> None:
+    bare = ["--target", PAIR / "target", "--draft", PAIR / "draft"]
+    [found] = cli(*bare, *known(5), "--json").objects
+    assert (found["text"], found["token_ids"]) == (None, known_case().token_ids[:5])
+    assert cli(*bare, *known(5), "--prompt-ids", KNOWN).out == "1,54,15,56,34\n\n1,54,15,56,34\n"
+
+
+# -- stopping ----------------------------------------------------------------------------------------------------------
+
+
+def test_stop_and_ignore_eos(cli: Cli, pair: list[str]) -> None:
+    [found] = cli(*pair, *known(40), "--stop", "nowhere", "--stop", "b你xay", "--json").objects
+    assert (found["text"], found["finish_reason"]) == (START[:-1], "stop")
+    assert found["token_ids"] == known_case().token_ids[:12]
+    assert sum(found["accept_lengths"]) == 11
+    for word in ("hi", "why", "you", "so", "yes"):
+        [ends] = cli(*pair, word, "--json", "--max-new-tokens", 60).objects
+        [goes_on] = cli(*pair, word, "--json", "--max-new-tokens", 60, "--ignore-eos").objects
+        assert len(goes_on["token_ids"]) == 60
+        assert goes_on["token_ids"][: len(ends["token_ids"])] == ends["token_ids"]
+        assert (ends["finish_reason"] == "stop") == (ends["token_ids"][-1] == 2) == (len(ends["token_ids"]) < 60)
+
+
+# -- text --------------------------------------------------------------------------------------------------------------
+
+
+def test_text_streams_as_it_is_accepted(cli: Cli, pair: list[str], monkeypatch: pytest.MonkeyPatch) -> None:
+    written: list[str] = []
+    monkeypatch.setattr("dflash_jax.generate.write", written.append)
+    assert cli(*pair, *known(39)).code == 0
+    pieces = [piece for piece in written if piece]
+    assert pieces[:4] == ["hi", "\ufffdxay!", " ", "b"]
+    assert "".join(pieces) == START + PERIOD * 3 + "你xay" + "\n"
+
+
+def test_texts_of_several_prompts_stay_apart(cli: Cli, pair: list[str]) -> None:
+    """The second ends first and waits for its turn."""
+    result = cli(*pair, "--prompt-ids", KNOWN, "--prompt-ids", STEADY, "--max-new-tokens", 12)
+    assert result.out == START + "你xay" + "\n\n" + "😀b你xay" + "\ufffd\n"
+
+
+def test_the_summary_is_the_last_line_on_stderr(cli: Cli, pair: list[str]) -> None:
+    result = cli(*pair, *known(40), "--prompt-ids", KNOWN)
+    found = SUMMARY.fullmatch(result.err.splitlines()[-1])
+    assert found, result.err
+    assert found[1] == "80"
+    assert float(found[3]) == pytest.approx(80 / float(found[2]), rel=0.6) or float(found[2]) < 0.05
+    assert found[4] == f"{78 / 18:.2f}"
+
+
+def test_the_summary_of_one_token(cli: Cli, pair: list[str]) -> None:
+    found = SUMMARY.fullmatch(cli(*pair, *known(1)).err.splitlines()[-1])
+    assert found and (found[1], found[4]) == ("1", "-")
+    assert "1 token in" in found[0]
+
+
+def test_quiet(cli: Cli, pair: list[str], target: Path) -> None:
+    result = cli("--target", target, *known(3), "--quiet", "--max-running-requests", 5)
+    assert (result.out, result.err) == ("hi\n", "")
+
+
+def test_the_log_has_a_line_for_each_step_made_ready(cli: Cli, target: Path) -> None:
+    result = cli("--target", target, *known(3), "--max-running-requests", 6)
+    lines = result.err.splitlines()
+    assert lines[0] == "no draft is given: decoding without a draft"
+    assert [line.split(":")[0] for line in lines[1:3]] == ["kernels", "memory"]
+    assert len([line for line in lines if "ready in" in line]) == 2
+    assert len(lines) == 6 and SUMMARY.fullmatch(lines[-1])
+    again = cli("--target", target, *known(3), "--max-running-requests", 6).err.splitlines()
+    assert len(again) == 1 and "make the steps ready" not in again[0]
+    assert "make the steps ready" in lines[-1]
+
+
+def test_logging_is_set_up_once(cli: Cli, pair: list[str]) -> None:
+    for _ in range(2):
+        cli(*pair, *known(1))
+    assert len(logging.getLogger("dflash_jax").handlers) == 1
+
+
+# -- terminals ---------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("as_json", [True, False])
+def test_a_terminal_that_knows_only_ascii(cli: Cli, pair: list[str], as_json: bool, monkeypatch: Any) -> None:
+    raw = io.BytesIO()
+    monkeypatch.setattr(sys, "stdout", io.TextIOWrapper(raw, encoding="ascii"))
+    assert cli(*pair, *known(16), *["--json"] * as_json).code == 0
+    if as_json:
+        assert json.loads(raw.getvalue().decode("utf-8"))["text"] == START + "你xay😀"
+    else:
+        assert raw.getvalue() == b"hi?xay! b?xay?\n"
+
+
+def test_help(capsys: pytest.CaptureFixture[str]) -> None:
+    """Every option has a word of explanation, and the defaults named there are those of the code."""
+    with pytest.raises(SystemExit) as caught:
+        main(["--help"])
+    assert caught.value.code == 0
+    text = " ".join(capsys.readouterr().out.split())
+    for option in ("--target", "--draft", "--prompts-file", "--prompt-ids", "--raw", "--system", "--max-new-tokens",
+                   "--temperature", "--top-p", "--top-k", "--min-p", "--seed", "--stop", "--ignore-eos", "--block-size",
+                   "--dtype", "--max-model-len", "--kernels", "--platform", "--json"):  # fmt: skip
+        assert option in text
+    assert f"in tokens (default: {SamplingParams().max_new_tokens})" in text
+    assert f"at once (default: {EngineSettings('x').max_running_requests})" in text
