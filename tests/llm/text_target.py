@@ -64,7 +64,7 @@ def _tokenizer() -> tokenizers.Tokenizer:
     known = {token: spell.pre_tokenize_str(text)[0][0] for token, text in SPELT.items()}
     spelt_bytes = "".join(part for part, _ in spell.pre_tokenize_str("你😀"))
     known |= dict(zip(BYTES, spelt_bytes, strict=True))
-    others = [char for char in string.ascii_lowercase + "\n.?,:'" + string.ascii_uppercase + string.digits]
+    others = [char for char in string.ascii_lowercase + "\n.?,:'-" + string.digits + string.ascii_uppercase]
     spelt = [spell.pre_tokenize_str(char)[0][0] for char in others]
     free = [token for token in range(VOCABULARY) if token not in known and token not in SPECIALS]
     known |= dict(zip(free, [char for char in spelt if char not in known.values()], strict=False))
