@@ -81,7 +81,7 @@ def find_suffix(text: Array, last: Array, longest: int, shortest: int) -> Array:
         token = jnp.take_along_axis(text, jnp.maximum(place, 0), axis=1)
         earlier = jnp.pad(text, ((0, 0), (back, 0)), constant_values=NO_TOKEN)[:, : text.shape[1]]
         matching &= (earlier == token) & (place >= 0)
-        matched += matching
+        matched += matching.astype(jnp.int32)
     best = matched.max(axis=1, keepdims=True)
     end = jnp.where(matched == best, at, NO_TOKEN).max(axis=1)
     return jnp.where(best[:, 0] >= shortest, end, last - 1)

@@ -46,7 +46,10 @@ class Drafter(Protocol):
     be read back to the host.  Whatever they do, the output is the target's own: a poor drafter only costs time.
     """
 
-    capabilities: Capabilities
+    @property
+    def capabilities(self) -> Capabilities:
+        """What it needs of the engine."""
+        ...
 
     @property
     def max_block(self) -> int:

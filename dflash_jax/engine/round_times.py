@@ -36,9 +36,11 @@ class RoundTimes:
             self._samples[name] = deque([seconds], SAMPLES)
 
     def seconds(self, key: Key) -> float | None:
-        """None for a round that has never been measured."""
-        samples = self._samples.get(_name(key))
-        return sorted(samples)[len(samples) // 2] if samples else None
+        """That of the round, else of the one that has a beginning of its key (which lacks a refinement), else None."""
+        for end in range(len(key), 0, -1):
+            if samples := self._samples.get(_name(key[:end])):
+                return sorted(samples)[len(samples) // 2]
+        return None
 
     def add(self, key: Key, seconds: float) -> None:
         self._samples.setdefault(_name(key), deque(maxlen=SAMPLES)).append(seconds)
