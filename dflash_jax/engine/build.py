@@ -23,8 +23,8 @@ from dflash_jax.engine.speculation import Speculation
 from dflash_jax.errors import UserError
 from dflash_jax.ops import select
 from dflash_jax.places import cache_folder
-from dflash_jax.sharding import make_mesh
-from dflash_jax.state import init_state
+from dflash_jax.sharding import make_mesh, sharding
+from dflash_jax.state import DecodeState, init_state
 from dflash_jax.steps import StepConfig, Steps
 from dflash_jax.weights import TargetCheckpoint, load_target, open_target
 
@@ -74,10 +74,19 @@ def make_runner(loaded: Loaded, settings: EngineSettings) -> DeviceRunner:
     config = StepConfig(loaded.config, loaded.drafter, sizes.page_size, kernels)
     kv = make_pool(loaded.config, sizes.num_pages, sizes.page_size, loaded.dtype, loaded.mesh)
     draft = loaded.drafter.init_cache(sizes.num_pages, sizes.page_size, loaded.dtype, loaded.mesh)
-    state = init_state(sizes.num_slots, sizes.pages_per_slot, kv, draft)
+    state = on_mesh(init_state(sizes.num_slots, sizes.pages_per_slot, kv, draft), loaded.mesh)
     runner = DeviceRunner(Steps(config), loaded.weights, state, sizes)
     log.info("%s; %d pages of %d tokens", runner.memory, sizes.num_pages - 1, sizes.page_size)
     return runner
+
+
+def on_mesh(state: DecodeState, mesh: Mesh) -> DecodeState:
+    """Arrays that name no devices go to the mesh, as every step leaves them; else the first step is compiled twice."""
+
+    def put(x: jax.Array) -> jax.Array:
+        return x if x.committed else jax.device_put(x, sharding(mesh, (None,) * x.ndim))
+
+    return jax.tree.map(put, state)
 
 
 def plan_sizes(loaded: Loaded, settings: EngineSettings) -> RunnerSizes:

@@ -19,7 +19,7 @@ from dflash_jax.engine.interrupts import HeldInterrupts
 from dflash_jax.engine.loop import Loop, Update
 from dflash_jax.engine.metrics import EngineMetrics
 from dflash_jax.engine.request import Phase, Request
-from dflash_jax.engine.runner import DeviceRunner, MemoryUse
+from dflash_jax.engine.runner import MODES, DeviceRunner, MemoryUse
 from dflash_jax.engine.scheduler import SchedulerConfig
 from dflash_jax.engine.settings import EngineSettings
 from dflash_jax.engine.turn import Turn
@@ -75,10 +75,13 @@ class Engine:
             enable_prefix_caching=settings.enable_prefix_caching,
         )
         self.speculation = make_speculation(settings, self.loaded, self.runner)
+        waits = self.loaded.drafter.capabilities.needs_cpu_lengths
+        if waits and settings.overlap:
+            log.info("overlap: off, because draft %s needs lengths on the host", settings.draft)
         self._loop = Loop(
             self.runner,
             config,
-            overlap=settings.overlap and not self.loaded.drafter.capabilities.needs_cpu_lengths,
+            overlap=settings.overlap and not waits,
             on_tokens=self._on_tokens,
             choose_block=self.speculation.choose if self.speculation else None,
             on_round=self.speculation.observe if self.speculation else None,
@@ -291,18 +294,19 @@ class Engine:
             arrived = sum(take == self._take_in for take, _ in self._inbox)
         return replace(found, num_requests_waiting=found.num_requests_waiting + arrived)
 
-    def warmup(self, progress: bool = True) -> float:
+    def warmup(self, progress: bool = True, sampling: bool = False) -> float:
         """Compile every bucket now instead of at its first use; returns the seconds it took.
 
         With speculation "auto" that is every width too, and how long a round of each takes is measured.
+        sampling: also what requests with a temperature use, which triples the time.
         """
         widths = self.speculation.widths if self.speculation else [self.runner.block_size]
         with self._working():
             before_s = self.runner.compile_s
-            calls = list(self.runner.warmup_calls(widths))
+            calls = list(self.runner.warmup_calls(widths, MODES if sampling else MODES[:1]))
             for label, call in (bar := tqdm(calls, desc="compiling", disable=not progress)):
                 bar.set_postfix_str(label)
-                call().result()
+                call()
             if self.speculation:
                 self.speculation.measure(self.runner.decode, self.runner.spare_batches())
         log.info("%s", self.memory)

@@ -16,46 +16,31 @@ import jax
 import numpy as np
 
 from dflash_jax.drafters import Weights
+from dflash_jax.engine.packing import (
+    SMALLEST_PREFILL,
+    Arrival,
+    admission,
+    bucket,
+    buckets,
+    in_buckets,
+    prefill_batch,
+    prefill_buckets,
+    sampling_mode,
+    table_updates,
+)
 from dflash_jax.engine.protocol import PrefillRow, RowResult
 from dflash_jax.errors import UserError
 from dflash_jax.models import FILTER, GREEDY, SAMPLE
-from dflash_jax.ops import BROKEN, LENGTH, RUNNING, STOP, SamplingRows
+from dflash_jax.ops import BROKEN, LENGTH, RUNNING, STOP
 from dflash_jax.params import tree_bytes
-from dflash_jax.sampling import SamplingParams
 from dflash_jax.state import MAX_STOP_IDS, DecodeState
 from dflash_jax.steps import Admission, PrefillBatch, Steps
 
 log = logging.getLogger("dflash_jax")
 MODES = (GREEDY, SAMPLE, FILTER)  # each serves what the ones before it do
 REASONS = {RUNNING: None, STOP: "stop", LENGTH: "length", BROKEN: "error"}
-SMALLEST_PREFILL = 16
 UPDATE_BUCKETS = (8, 64, 512)  # rows of one `extend` call
-
-
-def bucket(n: int, largest: int, smallest: int = 1) -> int:
-    """The power of two that holds n, between `smallest` and `largest` (which need not be one)."""
-    size = smallest
-    while size < n:
-        size *= 2
-    return min(size, largest)
-
-
-def buckets(largest: int, smallest: int = 1) -> list[int]:
-    """All values `bucket` can take."""
-    sizes = []
-    size = smallest
-    while size < largest:
-        sizes.append(size)
-        size *= 2
-    return [*sizes, largest]
-
-
-def prefill_buckets(max_rows: int, chunk: int) -> list[tuple[int, int]]:
-    """(rows, width) that a launch of up to `max_rows` rows, together no wider than `chunk` tokens, can have."""
-    rows, widths = buckets(max_rows), buckets(chunk, min(SMALLEST_PREFILL, chunk))
-    fewest = dict(zip(rows, [1, *(n + 1 for n in rows)], strict=False))
-    narrowest = dict(zip(widths, [1, *(n + 1 for n in widths)], strict=False))
-    return [(n, width) for n in rows for width in widths if n == 1 or fewest[n] * narrowest[width] <= chunk]
+ADMISSION_BUCKETS = (1, 8)  # rows of one `admit` call
 
 
 @dataclass(frozen=True)
@@ -117,6 +102,7 @@ class DeviceRunner:
     compile_s: float = 0.0
     scratch_bytes: int | None = None
     _seen: set[tuple[Any, ...]] = field(default_factory=set)
+    _arrivals: list[Arrival] = field(default_factory=list)
     _modes: dict[int, str] = field(default_factory=dict)  # of slots whose request samples
     _slot_arrays: dict[tuple[int, ...], jax.Array] = field(default_factory=dict)
 
@@ -168,23 +154,25 @@ class DeviceRunner:
     ) -> None:
         if len(stop_ids) > MAX_STOP_IDS:
             raise UserError(f"a request may name {MAX_STOP_IDS} stop token ids, not {len(stop_ids)}")
-        table = np.zeros((1, self.pages_per_slot), np.int32)
-        table[0, : len(pages)] = pages
-        stops = np.full((1, MAX_STOP_IDS), -1, np.int32)
-        stops[0, : len(stop_ids)] = stop_ids
-        rows, self._modes[slot] = sampling_rows(sampling), sampling_mode(sampling)
-        new = Admission(np.array([slot], np.int32), np.array([limit_tokens], np.int32), stops, table, rows)  # type: ignore[arg-type]
-        self.state = self.steps.admit(self.state, new)
+        self._modes[slot] = sampling_mode(sampling)
+        self._arrivals.append(Arrival(slot, limit_tokens, pages, stop_ids, sampling))
+
+    def _admit_arrivals(self) -> None:
+        """Tell the device of those admitted since it was last told of anything: one call for several."""
+        arrivals, self._arrivals = self._arrivals, []
+        for part, size in in_buckets(arrivals, ADMISSION_BUCKETS):
+            self._update(("admit", size), self.steps.admit, self._admission(part, size))
+
+    def _admission(self, arrivals: Sequence[Arrival], size: int) -> Admission:
+        return admission(arrivals, size, self.pages_per_slot, self.num_slots)
 
     def extend(self, updates: Sequence[tuple[int, int, int]]) -> None:
-        largest = UPDATE_BUCKETS[-1]
-        for at in range(0, len(updates), largest):
-            part = updates[at : at + largest]
-            size = next(size for size in UPDATE_BUCKETS if size >= len(part))
-            rows = np.zeros((size, 3), np.int32)
-            rows[:, 0] = self.num_slots  # spare rows write the padding page to the padding slot
-            rows[: len(part)] = part
-            self.state = self.steps.extend(self.state, rows)
+        self._admit_arrivals()
+        for part, size in in_buckets(updates, UPDATE_BUCKETS):
+            self._extend(part, size)
+
+    def _extend(self, updates: Sequence[tuple[int, int, int]], size: int) -> None:
+        self._update(("extend", size), self.steps.extend, table_updates(updates, size, self.num_slots))
 
     def prefill(self, rows: Sequence[PrefillRow]) -> PackedResult:
         width = bucket(max(len(row.tokens) for row in rows), self.prefill_chunk, SMALLEST_PREFILL)
@@ -197,9 +185,12 @@ class DeviceRunner:
         return self._launch(key, self.steps.prefill, (self.weights,), batch, rows, mode)
 
     def decode(self, slots: Sequence[int], block_size: int) -> PackedResult:
-        key, before = self.decode_key(slots, block_size), (block_size, self.weights)
-        where = self._slots(slots, bucket(len(slots), self.num_slots))
-        return self._launch(key, self.steps.decode_round, before, where, len(slots), self._mode(slots))
+        return self._decode(slots, block_size, self._mode(slots))
+
+    def _decode(self, slots: Sequence[int], block_size: int, mode: str) -> PackedResult:
+        size, before = bucket(len(slots), self.num_slots), (block_size, self.weights)
+        key = _launch_key("decode_round", size, block_size, mode=mode)
+        return self._launch(key, self.steps.decode_round, before, self._slots(slots, size), len(slots), mode)
 
     def decode_key(self, slots: Sequence[int], block_size: int) -> tuple[Any, ...]:
         """What a round of these slots is compiled for."""
@@ -210,7 +201,16 @@ class DeviceRunner:
         return key in self._seen
 
     def finish(self, slots: Sequence[int]) -> None:
-        self.state = self.steps.finish(self.state, self._slots(slots, self.num_slots))
+        self._admit_arrivals()
+        self._update(("finish",), self.steps.finish, self._slots(slots, self.num_slots))
+
+    def _update(self, key: tuple[Any, ...], step: Any, what: Any) -> None:
+        """`step(state, what)`, a step without results."""
+        start_s = time.perf_counter()
+        self.state = step(self.state, what)
+        if key not in self._seen:
+            self._seen.add(key)
+            self.compile_s += time.perf_counter() - start_s
 
     def _mode(self, slots: Iterable[int]) -> str:
         """What the neediest of these slots needs."""
@@ -235,6 +235,7 @@ class DeviceRunner:
         mode: str,
     ) -> PackedResult:
         """`step(*before, state, what, mode=mode)`."""
+        self._admit_arrivals()
         start_s = time.perf_counter()
         self.state, packed = step(*before, self.state, what, mode=mode)
         packed.copy_to_host_async()
@@ -254,56 +255,37 @@ class DeviceRunner:
 
     # -- warm-up -------------------------------------------------------------------------------------------------
 
-    def warmup_calls(self, block_sizes: Sequence[int]) -> Iterator[tuple[str, Callable[[], Any]]]:
-        """(label, call) for each bucket; a call runs the step on padding rows only, which changes nothing.
+    def warmup_calls(
+        self, block_sizes: Sequence[int], modes: Sequence[str] = (GREEDY,)
+    ) -> Iterator[tuple[str, Callable[[], object]]]:
+        """(label, call) for each bucket; a call runs the step on padding rows only, which changes nothing, and waits.
 
         Prefill rows times their width never exceed the chunk, which leaves some pairs of buckets unused.
         """
-        for spare in self.spare_batches():
-            size = len(spare)
-            for block in block_sizes:
-                yield f"decode {size}×{block}", lambda spare=spare, block=block: self.decode(spare, block)
-        for size, width in prefill_buckets(self.max_prefill_rows, self.prefill_chunk):
-            yield f"prefill {size}×{width}", lambda size=size, width=width: self._warm_prefill(size, width)
+        yield "slots and tables", self._warm_updates
+        for mode in modes:
+            for spare in self.spare_batches():
+                for block in block_sizes:
+                    on = spare, block, mode
+                    yield f"decode {len(spare)}×{block} {mode}", lambda on=on: self._decode(*on).result()
+            for size, width in prefill_buckets(self.max_prefill_rows, self.prefill_chunk):
+                on = size, width, mode
+                yield f"prefill {size}×{width} {mode}", lambda on=on: self._warm_prefill(*on)
 
     def spare_batches(self) -> list[list[int]]:
         """Padding slots for a round of each bucket."""
         return [[self.num_slots] * size for size in buckets(self.num_slots)]
 
-    def _warm_prefill(self, size: int, width: int) -> PackedResult:
-        return self._prefill(prefill_batch([], size, width, spare_slot=self.num_slots), 0, GREEDY)
+    def _warm_updates(self) -> None:
+        for size in ADMISSION_BUCKETS:
+            self._update(("admit", size), self.steps.admit, self._admission([], size))
+        for size in UPDATE_BUCKETS:
+            self._extend([], size)
+        self.finish([])
+
+    def _warm_prefill(self, size: int, width: int, mode: str) -> None:
+        self._prefill(prefill_batch([], size, width, spare_slot=self.num_slots), 0, mode).result()
 
 
 def _launch_key(*parts: Any, mode: str) -> tuple[Any, ...]:
     return parts if mode == GREEDY else (*parts, mode)
-
-
-def sampling_mode(params: object) -> str:
-    """What a request needs of a step; anything but `SamplingParams` is greedy."""
-    if not isinstance(params, SamplingParams) or params.greedy:
-        return GREEDY
-    return FILTER if params.top_k > 0 or params.top_p < 1 or params.min_p > 0 else SAMPLE
-
-
-def sampling_rows(params: object) -> SamplingRows:
-    """One request's parameters as the device keeps them (arrays of one row)."""
-    asked = params if isinstance(params, SamplingParams) else SamplingParams()
-    seed = np.uint64((asked.seed or 0) % 2**64)
-    return SamplingRows(  # type: ignore[arg-type]
-        temperature=np.array([0 if asked.greedy else asked.temperature], np.float32),
-        min_p=np.array([asked.min_p], np.float32),
-        top_k=np.array([max(asked.top_k, 0)], np.int32),
-        top_p=np.array([asked.top_p], np.float32),
-        seed=np.array([[seed & np.uint64(0xFFFFFFFF), seed >> np.uint64(32)]], np.uint32),
-    )
-
-
-def prefill_batch(rows: Sequence[PrefillRow], size: int, width: int, spare_slot: int) -> PrefillBatch:
-    """Rows padded to [size, width]; spare rows have no tokens and belong to `spare_slot`."""
-    tokens = np.zeros((size, width), np.int32)
-    slots = np.full(size, spare_slot, np.int32)
-    start, length, last = np.zeros(size, np.int32), np.zeros(size, np.int32), np.zeros(size, bool)
-    for i, row in enumerate(rows):
-        tokens[i, : len(row.tokens)] = row.tokens
-        slots[i], start[i], length[i], last[i] = row.slot, row.start, len(row.tokens), row.last
-    return PrefillBatch(tokens, slots, start, length, last)  # type: ignore[arg-type]

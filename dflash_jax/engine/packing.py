@@ -1,0 +1,138 @@
+"""What the host hands to a step: Python rows as arrays, padded to shapes that are compiled.
+
+Spare rows belong to the padding slot, which is finished for ever and owns only the padding page.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+
+from dflash_jax.engine.protocol import PrefillRow
+from dflash_jax.models import FILTER, GREEDY, SAMPLE
+from dflash_jax.ops import SamplingRows
+from dflash_jax.sampling import SamplingParams
+from dflash_jax.state import MAX_STOP_IDS
+from dflash_jax.steps import Admission, PrefillBatch
+
+SMALLEST_PREFILL = 16
+
+
+def bucket(n: int, largest: int, smallest: int = 1) -> int:
+    """The power of two that holds n, between `smallest` and `largest` (which need not be one)."""
+    size = smallest
+    while size < n:
+        size *= 2
+    return min(size, largest)
+
+
+def buckets(largest: int, smallest: int = 1) -> list[int]:
+    """All values `bucket` can take."""
+    sizes = []
+    size = smallest
+    while size < largest:
+        sizes.append(size)
+        size *= 2
+    return [*sizes, largest]
+
+
+def prefill_buckets(max_rows: int, chunk: int) -> list[tuple[int, int]]:
+    """(rows, width) that a launch of up to `max_rows` rows, together no wider than `chunk` tokens, can have."""
+    rows, widths = buckets(max_rows), buckets(chunk, min(SMALLEST_PREFILL, chunk))
+    fewest = dict(zip(rows, [1, *(n + 1 for n in rows)], strict=False))
+    narrowest = dict(zip(widths, [1, *(n + 1 for n in widths)], strict=False))
+    return [(n, width) for n in rows for width in widths if n == 1 or fewest[n] * narrowest[width] <= chunk]
+
+
+def in_buckets(items: Sequence[Any], sizes: Sequence[int]) -> Iterator[tuple[Sequence[Any], int]]:
+    """Parts of `items`, none longer than the largest size, and the smallest size that holds each."""
+    for at in range(0, len(items), sizes[-1]):
+        part = items[at : at + sizes[-1]]
+        yield part, next(size for size in sizes if size >= len(part))
+
+
+# -- rows as arrays ----------------------------------------------------------------------------------------------------
+# The arrays are numpy's: JAX moves them to the device with the call.
+
+
+@dataclass(frozen=True)
+class Arrival:
+    """A request that gets a slot."""
+
+    slot: int
+    limit_tokens: int
+    pages: Sequence[int]
+    stop_ids: Sequence[int]
+    sampling: object
+
+
+def admission(arrivals: Sequence[Arrival], size: int, pages_per_slot: int, spare_slot: int) -> Admission:
+    """`size` rows."""
+    rows = [*arrivals, *[Arrival(spare_slot, 0, (), (), None)] * (size - len(arrivals))]
+    return Admission(
+        int32([row.slot for row in rows]),
+        int32([row.limit_tokens for row in rows]),
+        padded([row.stop_ids for row in rows], MAX_STOP_IDS, -1),
+        padded([row.pages for row in rows], pages_per_slot, 0),
+        sampling_rows([row.sampling for row in rows]),
+    )
+
+
+def sampling_rows(params: Sequence[object]) -> SamplingRows:
+    """Parameters of requests as the device keeps them, a row each; what is not `SamplingParams` is greedy."""
+    asked = [one if isinstance(one, SamplingParams) else SamplingParams() for one in params]
+    seeds = [(one.seed or 0) % 2**64 for one in asked]
+    return SamplingRows(
+        temperature=float32([0 if one.greedy else one.temperature for one in asked]),
+        min_p=float32([one.min_p for one in asked]),
+        top_k=int32([max(one.top_k, 0) for one in asked]),
+        top_p=float32([one.top_p for one in asked]),
+        seed=array([[seed & 0xFFFFFFFF, seed >> 32] for seed in seeds], np.uint32),
+    )
+
+
+def sampling_mode(params: object) -> str:
+    """What a request needs of a step."""
+    if not isinstance(params, SamplingParams) or params.greedy:
+        return GREEDY
+    return FILTER if params.top_k > 0 or params.top_p < 1 or params.min_p > 0 else SAMPLE
+
+
+def table_updates(updates: Sequence[tuple[int, int, int]], size: int, spare_slot: int) -> Any:
+    """int32 [size, 3] = (slot, index, page)."""
+    return int32([*updates, *[(spare_slot, 0, 0)] * (size - len(updates))])
+
+
+def prefill_batch(rows: Sequence[PrefillRow], size: int, width: int, spare_slot: int) -> PrefillBatch:
+    """Rows padded to [size, width]; spare rows have no tokens."""
+    rows = [*rows, *[PrefillRow(spare_slot, (), 0, False)] * (size - len(rows))]
+    return PrefillBatch(
+        padded([row.tokens for row in rows], width, 0),
+        int32([row.slot for row in rows]),
+        int32([row.start for row in rows]),
+        int32([len(row.tokens) for row in rows]),
+        array([row.last for row in rows], bool),
+    )
+
+
+def padded(rows: Sequence[Sequence[int]], width: int, fill: int) -> Any:
+    """int32 [len(rows), width]."""
+    out = np.full((len(rows), width), fill, np.int32)
+    for i, row in enumerate(rows):
+        out[i, : len(row)] = row
+    return out
+
+
+def array(values: Sequence[Any], dtype: Any) -> Any:
+    return np.array(values, dtype)
+
+
+def int32(values: Sequence[Any]) -> Any:
+    return np.array(values, np.int32)
+
+
+def float32(values: Sequence[Any]) -> Any:
+    return np.array(values, np.float32)
