@@ -45,6 +45,7 @@ def test_poison_in_every_other_row_changes_nothing(right: int):
     """Invariant 4, CASE 6: accepted counts 0 to B−1; after each round the draft holds exactly the committed tokens."""
     lab, new = scripted_lab(), 1 + 3 * (right + 1)
     run = scripted(right, requests(new))
+    check_log(lab, run)
     while run.live:
         run.state = poisoned(lab, run)
         run.round()
