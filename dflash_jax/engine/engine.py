@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import itertools
 import logging
+import secrets
 import threading
 import time
 from collections import deque
@@ -67,6 +68,7 @@ class Engine:
         self.runner = runner or make_runner(self.loaded, settings)
         config = SchedulerConfig.of(
             self.runner,
+            max_running_requests=min(settings.max_running_requests, self.runner.num_slots),
             max_model_len=min(
                 settings.max_model_len or self.loaded.config.max_position,
                 self.runner.pages_per_slot * self.runner.page_size,
@@ -185,7 +187,7 @@ class Engine:
             eos_token_ids=config.eos_token_ids if eos_token_ids is None else tuple(eos_token_ids),
             ignore_eos=params.ignore_eos,
             priority=priority,
-            sampling=params,
+            sampling=params if params.greedy or params.seed is not None else replace(params, seed=random_seed()),
         )
         if len(request.stop_ids) > MAX_STOP_IDS:
             raise UserError(f"{len(request.stop_ids)} stop tokens are more than the {MAX_STOP_IDS} a request may have")
@@ -343,6 +345,11 @@ class GeneratedTokens(Iterator[Update]):
     def __del__(self) -> None:
         if hasattr(self, "request"):  # it was submitted
             self.close()
+
+
+def random_seed() -> int:
+    """A seed for a request that names none; reported with its output, so that it can be asked for again."""
+    return secrets.randbits(63)
 
 
 def check_ids(name: str, ids: Sequence[int], vocab_size: int) -> None:
