@@ -5,17 +5,18 @@ Plain Python, no JAX.  A key names a compiled round: its bucket of rows and its 
 
 from __future__ import annotations
 
+import functools
 import json
 import logging
 import math
 import os
 from collections import deque
-from collections.abc import Hashable, Sequence
+from collections.abc import Hashable
 from pathlib import Path
 
 log = logging.getLogger("dflash_jax")
 
-Key = Sequence[Hashable]
+Key = tuple[Hashable, ...]
 FORMAT = 1  # of the files; raised when the steps change so much that times of earlier versions mislead
 SAMPLES = 9  # the newest, whose median counts: one slow round in four does not show
 SAVE_EVERY = 2000  # samples
@@ -31,32 +32,37 @@ class RoundTimes:
     def __init__(self, path: Path | None = None):
         self._path = path
         self._samples: dict[str, deque[float]] = {}
+        self._medians: dict[str, float] = {}
         self._unsaved = 0
         for name, seconds in _read(path).items() if path else ():
-            self._samples[name] = deque([seconds], SAMPLES)
+            self._keep(name, [seconds])
 
     def seconds(self, key: Key) -> float | None:
         """That of the round, else of the one that has a beginning of its key (which lacks a refinement), else None."""
         for end in range(len(key), 0, -1):
-            if samples := self._samples.get(_name(key[:end])):
-                return sorted(samples)[len(samples) // 2]
+            if seconds := self._medians.get(_name(key[:end])):
+                return seconds
         return None
 
     def add(self, key: Key, seconds: float) -> None:
-        self._samples.setdefault(_name(key), deque(maxlen=SAMPLES)).append(seconds)
+        name = _name(key)
+        self._keep(name, [*self._samples.get(name, ()), seconds])
         self._unsaved += 1
         if self._unsaved == SAVE_EVERY:
             self.save()
 
     def distrust(self, key: Key, keep: int) -> None:
         """Forget all but the newest `keep` samples, because they are old."""
-        samples = self._samples.get(_name(key), deque())
-        while len(samples) > keep:
-            samples.popleft()
+        if samples := self._samples.get(_name(key)):
+            self._keep(_name(key), list(samples)[-keep:])
+
+    def _keep(self, name: str, samples: list[float]) -> None:
+        self._samples[name] = deque(samples, SAMPLES)
+        self._medians[name] = sorted(self._samples[name])[len(self._samples[name]) // 2]
 
     def all(self) -> dict[str, float]:
         """Seconds by key, written as in the file: its parts with spaces between them."""
-        return {name: sorted(samples)[len(samples) // 2] for name, samples in list(self._samples.items())}
+        return dict(self._medians)
 
     def save(self) -> None:
         """Write the medians, in one move: another engine may do the same."""
@@ -73,6 +79,7 @@ class RoundTimes:
             self._path = None
 
 
+@functools.cache  # there are as many as compiled rounds
 def _name(key: Key) -> str:
     return " ".join(map(str, key))
 

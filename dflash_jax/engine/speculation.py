@@ -23,9 +23,11 @@ WINDOW_ROWS = 64  # rows over which acceptance is averaged, roughly
 GAIN = 1.05  # a change must promise this much
 MEASURED_ROUNDS = 3  # of each at warm-up
 PROBE_ROUNDS = 4  # rounds of a trial; with overlap, two of them have neighbours alike and are timed
-PROBE_SPACING = 16  # rounds between two trials, at least
+PROBE_SPACING = 64  # rounds between two trials, at least
 PROBE_SHARE = 0.03  # of the time may be lost to trials
-PROBE_REACH = 1.5  # a width is tried again while it would win if it had become so much faster
+ANY_EVERY = 8  # trials: then one of a width of which nothing good is known
+LIKELY = 1.5  # a trial is likely to pay if the width would win by being so much faster than is known of it
+UNLIKELY_PRICE = 4.0  # others wait until they may lose so many times more
 
 
 def block_widths(largest: int) -> tuple[int, ...]:
@@ -176,24 +178,24 @@ class Speculation:
             return width
         self._since_trial += 1
         self._allowance_s += PROBE_SHARE * known[self._width]
-        width = self._candidate(known, rates)
-        if width is None or self._since_trial < PROBE_SPACING:
-            return None
+        width = self._candidate(rates)
         loss_s = PROBE_ROUNDS * (known[width] - self.tokens.expected(width) / rates[self._width])
-        if loss_s > self._allowance_s:
+        hope = self.largest / known[width] if width == self.largest else rates[width]  # acceptance may have changed
+        price_s = loss_s * (1 if LIKELY * hope > rates[self._width] else UNLIKELY_PRICE)
+        if self._since_trial < PROBE_SPACING or price_s > self._allowance_s:
             return None
         self._begin_trial(width, keys[width])
         return width
 
-    def _candidate(self, known: dict[int, float], rates: dict[int, float]) -> int | None:
-        """What to try next: in turn the full width, which tells of acceptance, and the best of the others."""
-        goal = rates[self._width] / PROBE_REACH
-        second = max((width for width in rates if width != self._width), key=rates.__getitem__)
-        promising = rates[second] > goal
-        worth_it = self._width != self.largest and self.largest / known[self.largest] > goal
-        if worth_it and (self._trials % 2 == 0 or not promising):
+    def _candidate(self, rates: dict[int, float]) -> int:
+        """What to try next: the full width, which tells of acceptance, or the best of the others; at times any."""
+        others = sorted((width for width in rates if width != self._width), key=rates.__getitem__)
+        if self._trials % ANY_EVERY == ANY_EVERY - 1:
+            return others[self._trials // ANY_EVERY % len(others)]
+        likely = LIKELY * rates[others[-1]] > rates[self._width]
+        if self._width != self.largest and (self._trials % 2 == 0 or not likely):
             return self.largest
-        return second if promising else None
+        return others[-1]
 
     def _begin_trial(self, width: int, key: Key) -> None:
         self._trial = width, PROBE_ROUNDS - 1
