@@ -77,6 +77,8 @@ class EchoDrafter(NgramDrafter):
     cost: int = 0
 
     def draft(self, weights: Weights, cache: Any, rows: Any) -> Array:
+        echo = jnp.repeat(rows.ids[:, :1], rows.ids.shape[1] - 1, axis=1)
+        if not self.cost:
+            return echo
         work = jnp.full((self.cost, self.cost), rows.lengths[0].astype(jnp.float32) + 1)
-        slow = (work @ work).sum().astype(jnp.int32) * 0 if self.cost else jnp.int32(0)
-        return jnp.repeat(rows.ids[:, :1], rows.ids.shape[1] - 1, axis=1) + slow
+        return jnp.where((work @ work).sum() < 0, echo + 1, echo)  # never, but the compiler does not know
