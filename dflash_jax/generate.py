@@ -19,7 +19,7 @@ from types import FrameType
 from typing import TYPE_CHECKING, Any, NoReturn
 
 from dflash_jax.errors import UserError
-from dflash_jax.text.prompts import Named, parse_ids, read_prompts_file
+from dflash_jax.text.prompts import Named, check_text, parse_ids, read_prompts_file
 
 if TYPE_CHECKING:
     from dflash_jax.llm import LLM, Job, RequestOutput
@@ -81,12 +81,11 @@ def add_prompts(group: argparse._ArgumentGroup) -> None:
 
 def add_sampling(group: argparse._ArgumentGroup) -> None:
     group.add_argument("--max-new-tokens", type=int, metavar="N", help="longest output in tokens (default: 256)")
-    group.add_argument("--temperature", type=float, metavar="T", help="0 is greedy (default); this version serves no"
-                       " other")  # fmt: skip
-    group.add_argument("--top-p", type=float, metavar="P", help="no effect on greedy decoding, nor have the next three")
-    group.add_argument("--top-k", type=int, metavar="K")
-    group.add_argument("--min-p", type=float, metavar="P")
-    group.add_argument("--seed", type=int, metavar="N")
+    group.add_argument("--temperature", type=float, metavar="T", help="0 is greedy (default)")
+    group.add_argument("--top-p", type=float, metavar="P", help="likeliest tokens that together reach P")
+    group.add_argument("--top-k", type=int, metavar="K", help="the K likeliest tokens")
+    group.add_argument("--min-p", type=float, metavar="P", help="tokens at least P times as likely as the likeliest")
+    group.add_argument("--seed", type=int, metavar="N", help="same seed, same tokens (default: a random one, reported)")
     group.add_argument("--stop", action="append", metavar="TEXT", help="text that ends the output and is cut from it;"
                        " may be repeated")  # fmt: skip
     group.add_argument("--ignore-eos", action="store_true", default=None, help="go on after end-of-text tokens")
@@ -133,8 +132,8 @@ def read_prompts(args: argparse.Namespace) -> list[Named]:
     if not found:
         raise UserError("no prompt is given: pass one as an argument, or use --prompts-file or --prompt-ids")
     for name, prompt in found:
-        if isinstance(prompt, str) and not prompt.strip():
-            raise UserError(f"{name} is empty")
+        if isinstance(prompt, str):
+            check_text(name, prompt)
     return found
 
 
@@ -218,6 +217,7 @@ class Printer:
             "draft": self.llm.draft,
             "dtype": self.llm.dtype,
             "platform": self.llm.platform,
+            **({} if out.seed is None else {"seed": out.seed}),
         }
 
 

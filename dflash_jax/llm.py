@@ -36,7 +36,8 @@ class RequestOutput:
     token_ids: generated ones, with the stop token that ended them.  text: theirs, without that token and without the
     stop text; None when the target has no tokenizer.  finish_reason: "stop", "length" or "abort" (`error` says why,
     when the model is to blame).  accept_lengths: tokens committed by each round, bonus included; the first token comes
-    from prefill and is in no round.  cached_tokens: prompt tokens found in the prefix cache.  Seconds:
+    from prefill and is in no round.  cached_tokens: prompt tokens found in the prefix cache.  seed: what the noise was
+    drawn with, None for greedy decoding.  Seconds:
     time_to_first_token_s counts from submission and includes compiling, decode_s (all tokens but the first) does not.
     """
 
@@ -49,6 +50,7 @@ class RequestOutput:
     cached_tokens: int
     time_to_first_token_s: float | None
     decode_s: float | None
+    seed: int | None = None
     error: str | None = None
 
     @property
@@ -162,6 +164,7 @@ class Job:
             cached_tokens=request.cached_tokens,
             time_to_first_token_s=None if first_s is None else first_s - request.arrival_s,
             decode_s=None if first_s is None or end_s is None else self._decode_s(end_s - first_s),
+            seed=getattr(request.sampling, "seed", None) if not self.params.greedy else None,
             error=self.error,
         )
 

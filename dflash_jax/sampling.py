@@ -15,7 +15,9 @@ from dflash_jax.state import MAX_STOP_IDS
 class SamplingParams:
     """How to decode one request.  Names as in vLLM; `max_new_tokens` as in SGLang.
 
-    temperature 0 is greedy, and all that this version serves: then top_p, top_k, min_p and seed have no effect.
+    temperature 0 is greedy: then top_p, top_k, min_p and seed have no effect.  Above it, tokens are drawn from the
+    model's distribution over temperature, cut by min_p, top_k and top_p in this order (as in vLLM).  The same `seed`
+    gives the same tokens with any draft, block size or batch (float32); unset, one is drawn and reported.
     stop: texts that end the output and are cut from it.  stop_token_ids: ids that end it beside the model's own
     end-of-text tokens, which `ignore_eos` disregards.  UserError for a value out of range.
     """
@@ -57,8 +59,6 @@ class SamplingParams:
                 raise UserError(f"{name} must be a number, not {value!r}")
         if not 0 <= self.temperature < float("inf"):
             raise UserError(f"temperature must be a number of at least 0, not {self.temperature!r}")
-        if self.temperature > 0:
-            raise UserError(f"temperature {self.temperature:g} is not served yet: this version decodes greedily (0)")
         if not 0 < self.top_p <= 1:
             raise UserError(f"top_p must be above 0 and at most 1, not {self.top_p!r}")
         if not 0 <= self.min_p <= 1:

@@ -12,6 +12,17 @@ Named = tuple[str, Any]
 """What a prompt is called in messages, and the prompt: text, token ids or chat messages."""
 
 
+def check_text(name: str, text: str) -> None:
+    """UserError for a prompt of nothing but white space, or with half a surrogate pair."""
+    if not text.strip():
+        raise UserError(f"{name} is empty")
+    try:
+        text.encode("utf-8")
+    except UnicodeEncodeError as error:
+        half = f"U+{ord(text[error.start]):04X} at position {error.start}"
+        raise UserError(f"{name} is not valid Unicode: it has half of a surrogate pair, {half}") from error
+
+
 def parse_ids(text: str) -> list[int]:
     """Token ids separated by commas."""
     try:

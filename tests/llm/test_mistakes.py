@@ -112,11 +112,6 @@ def test_sampling_parameters(values: dict[str, Any], message: str) -> None:
     assert str(caught.value) == message
 
 
-def test_temperature_is_refused_in_this_version() -> None:
-    with pytest.raises(UserError, match=r"temperature 0\.7 is not served yet: this version decodes greedily \(0\)"):
-        SamplingParams(temperature=0.7)
-
-
 def test_values_that_are_right() -> None:
     params = SamplingParams(max_new_tokens=np.int64(3), stop=None, stop_token_ids=np.array([4]), top_k=-1, top_p=1)  # pyright: ignore
     assert (params.max_new_tokens, params.stop, params.stop_token_ids) == (3, (), (4,))
