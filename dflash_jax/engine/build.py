@@ -71,7 +71,9 @@ def make_runner(loaded: Loaded, settings: EngineSettings) -> DeviceRunner:
     sizes = plan_sizes(loaded, settings)
     kernels = select(settings.kernels, loaded.platform)
     log.info("%s", kernels.reason)
-    config = StepConfig(loaded.config, loaded.drafter, sizes.page_size, kernels)
+    config = StepConfig(
+        loaded.config, loaded.drafter, sizes.page_size, kernels, settings.draft_sampling, settings.draft_temperature
+    )
     kv = make_pool(loaded.config, sizes.num_pages, sizes.page_size, loaded.dtype, loaded.mesh)
     draft = loaded.drafter.init_cache(sizes.num_pages, sizes.page_size, loaded.dtype, loaded.mesh)
     state = on_mesh(init_state(sizes.num_slots, sizes.pages_per_slot, kv, draft), loaded.mesh)

@@ -8,6 +8,7 @@ from dflash_jax.errors import UserError
 
 DTYPES = ("auto", "float32", "bfloat16")
 SPECULATION = ("auto", "always", "never")
+DRAFT_SAMPLING = ("coupled", "argmax")
 # Where the device tells no memory size (CPU), the pools get this much; elsewhere a share of what is free.
 CPU_KV_CACHE_BYTES = 512 * 1024**2
 DEVICE_MEMORY_SHARE = 0.8
@@ -24,6 +25,8 @@ class EngineSettings:
     one, else the draft's own is the largest.
     speculation: "auto" = after `warmup`, if block_size is not given, each round has the width that measures fastest
     with the acceptance seen lately; "always" = every round has the whole block; "never" = the draft is not loaded.
+    draft_sampling: where a request samples, drafts are drawn with the noise of the target's own draw ("coupled"), at
+    draft_temperature if given, or are the likeliest tokens ("argmax").  Acceptance depends on it, the output never.
     max_model_len: tokens of a request, prompt and output together.
     max_running_requests: requests decoded at once.
     kv_cache_bytes: both pools together.
@@ -36,6 +39,8 @@ class EngineSettings:
     dtype: str = "auto"
     block_size: int | None = None
     speculation: str = "auto"
+    draft_sampling: str = "coupled"
+    draft_temperature: float | None = None
     max_model_len: int | None = None
     kernels: str = "auto"
     max_running_requests: int = 8
@@ -52,6 +57,10 @@ class EngineSettings:
             raise UserError(f"dtype {self.dtype!r} is not one of {', '.join(DTYPES)}")
         if self.speculation not in SPECULATION:
             raise UserError(f"speculation {self.speculation!r} is not one of {', '.join(SPECULATION)}")
+        if self.draft_sampling not in DRAFT_SAMPLING:
+            raise UserError(f"draft_sampling {self.draft_sampling!r} is not one of {', '.join(DRAFT_SAMPLING)}")
+        if self.draft_temperature is not None and not 0 < self.draft_temperature < float("inf"):
+            raise UserError(f"draft_temperature must be a number above 0, not {self.draft_temperature!r}")
         for name, low in (("max_running_requests", 1), ("page_size", 1), ("chunked_prefill_size", 1),
                           ("max_model_len", 2), ("kv_cache_bytes", 1)):  # fmt: skip
             value = getattr(self, name)
