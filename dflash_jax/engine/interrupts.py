@@ -15,18 +15,21 @@ class HeldInterrupts:
 
     There the handler that was in place before runs (Python's own raises KeyboardInterrupt), unless the block ends with
     an exception anyway.  `held.arrived` is the number of the signal that waits, or None.  A second signal is not held
-    back.  Only the main thread receives signals: elsewhere nothing changes.
+    back, not even by blocks around this one.  Only the main thread receives signals: elsewhere nothing changes.
     """
 
     def __init__(self) -> None:
         self.arrived: int | None = None
         self._before: dict[int, Handler] = {}
+        self._outermost: dict[int, Handler] = {}
 
     def __enter__(self) -> HeldInterrupts:
         if threading.current_thread() is threading.main_thread():
             handlers = {number: signal.getsignal(number) for number in (signal.SIGINT, signal.SIGTERM)}
             self._before = {number: handler for number, handler in handlers.items() if callable(handler)}
-        for number in self._before:
+        for number, handler in self._before.items():
+            around = getattr(handler, "__self__", None)
+            self._outermost[number] = around._outermost[number] if isinstance(around, HeldInterrupts) else handler
             signal.signal(number, self._hold)
         return self
 
@@ -39,4 +42,4 @@ class HeldInterrupts:
     def _hold(self, number: int, frame: FrameType | None) -> None:
         again, self.arrived = self.arrived is not None, number
         if again:
-            self._before[number](number, frame)
+            self._outermost[number](number, frame)

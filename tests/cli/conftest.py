@@ -95,12 +95,12 @@ def start(
     stdout: int | IO[Any] = subprocess.PIPE,
     stderr: int | IO[Any] = subprocess.PIPE,
 ) -> subprocess.Popen[str]:
-    """The command line in a process of its own, with pipes unless said otherwise."""
+    """The command line in a process of its own, its output in pipes unless said otherwise."""
     return subprocess.Popen(
         [sys.executable, *python, *map(str, argv)],
         cwd=ROOT,
         env={**os.environ, "PYTHONPATH": str(ROOT), **(env or {})},
-        stdin=subprocess.PIPE,
+        stdin=subprocess.DEVNULL,
         stdout=stdout,
         stderr=stderr,
         text=True,
@@ -108,7 +108,7 @@ def start(
     )
 
 
-def run_process(*argv: object, stdin: str = "", **options: Any) -> Result:
+def run_process(*argv: object, **options: Any) -> Result:
     process = start(*argv, **options)
-    out, err = process.communicate(stdin, timeout=120)
+    out, err = process.communicate(timeout=120)
     return Result(process.returncode, out or "", err or "")

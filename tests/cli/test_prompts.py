@@ -136,7 +136,7 @@ BAD_LINES = [
     ('{"prompt": " "}', " is empty"),
     ('""', " is empty"),
     ('{"prompt": [71]}', " holds 71, which is not a token id from 0 to 70"),
-    ('{"prompt": "a\\ud83d"}', ": the text is not valid Unicode: lone surrogate U+D83D at position"),
+    ('{"prompt": "a\\ud83d"}', " is not valid Unicode: it has half of a surrogate pair, U+D83D at position 1"),
     ('{"a":' * 5000, "begins like a JSON object but is not valid JSON: " + ('{"a":' * 12)[:59] + "…"),
 ]
 

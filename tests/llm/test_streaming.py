@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import signal
 import threading
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -90,20 +91,30 @@ def test_ctrl_c_in_the_middle_of_a_step_waits_for_its_end(text_llm: LLM, monkeyp
     assert generate_one(text_llm, known_prompt(), max_new_tokens=11).text == START + "你"
 
 
-def test_held_interrupts() -> None:
-    came: list[int] = []
-    before = signal.signal(signal.SIGTERM, lambda number, frame: came.append(number))
-    try:
-        with HeldInterrupts() as held:
-            with HeldInterrupts() as inner:
-                signal.raise_signal(signal.SIGTERM)
-                assert (inner.arrived, held.arrived, came) == (signal.SIGTERM, None, [])
-            assert (held.arrived, came) == (signal.SIGTERM, [])
-            signal.raise_signal(signal.SIGTERM)  # the second is not held back
-            assert came == [signal.SIGTERM]
-        assert came == [signal.SIGTERM] * 2
-    finally:
-        signal.signal(signal.SIGTERM, before)
+@pytest.fixture
+def came() -> Iterator[list[int]]:
+    """The signals that a handler saw."""
+    seen: list[int] = []
+    before = signal.signal(signal.SIGTERM, lambda number, frame: seen.append(number))
+    yield seen
+    signal.signal(signal.SIGTERM, before)
+
+
+def test_interrupts_are_held_to_the_end_of_the_outer_block(came: list[int]) -> None:
+    with HeldInterrupts() as held:
+        with HeldInterrupts() as inner:
+            signal.raise_signal(signal.SIGTERM)
+            assert (inner.arrived, held.arrived, came) == (signal.SIGTERM, None, [])
+        assert (held.arrived, came) == (signal.SIGTERM, [])
+    assert came == [signal.SIGTERM]
+
+
+def test_a_second_interrupt_is_not_held(came: list[int]) -> None:
+    with HeldInterrupts(), HeldInterrupts():
+        signal.raise_signal(signal.SIGTERM)
+        assert came == []
+        signal.raise_signal(signal.SIGTERM)
+        assert came == [signal.SIGTERM]
 
 
 def test_an_error_goes_before_a_held_interrupt() -> None:

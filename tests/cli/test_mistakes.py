@@ -1,0 +1,172 @@
+"""A mistake is one sentence on stderr that names the thing and the values, exit code 2, and nothing on stdout."""
+
+from __future__ import annotations
+
+import os
+import shutil
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+from llm.pairs import FOLDER  # pyright: ignore[reportMissingImports]
+from llm.text_target import PAIR, START, known_prompt, write_text_target  # pyright: ignore[reportMissingImports]
+from safetensors.numpy import load_file, save_file
+
+from .conftest import Cli, run_process
+
+TARGET = ["--target", PAIR / "target"]
+BOTH = [*TARGET, "--draft", PAIR / "draft"]
+IDS = ["--prompt-ids", "1,2"]
+
+MISTAKES: list[tuple[list[Any], str]] = [
+    # the command line itself
+    ([], "no prompt is given: pass one as an argument, or use --prompts-file or --prompt-ids"),
+    (["--foo", "x"], "unrecognized arguments: --foo (--help lists the options)"),
+    (["--max-new", "5", "x"], "unrecognized arguments: --max-new (--help lists the options)"),
+    ([*IDS, "--max-new-tokens", "x"], "argument --max-new-tokens: invalid int value: 'x' (--help lists the options)"),
+    ([*IDS, "--seed", "1.5"], "argument --seed: invalid int value: '1.5' (--help lists the options)"),
+    ([*IDS, "--temperature", "warm"], "argument --temperature: invalid float value: 'warm' (--help lists the options)"),
+    ([*IDS, "--dtype", "int8"], "argument --dtype: invalid choice: 'int8' (choose from "),
+    ([*IDS, "--kernels", "cuda"], "argument --kernels: invalid choice: 'cuda' (choose from "),
+    ([*IDS, "--platform", "rocm"], "argument --platform: invalid choice: 'rocm' (choose from "),
+    ([*IDS, "--target"], "argument --target: expected one argument (--help lists the options)"),
+    # sampling
+    ([*IDS, "--max-new-tokens", "0"], "max_new_tokens must be an integer of at least 1, not 0"),
+    ([*IDS, "--max-new-tokens", "-3"], "max_new_tokens must be an integer of at least 1, not -3"),
+    ([*IDS, "--temperature", "nan"], "temperature must be a number of at least 0, not nan"),
+    ([*IDS, "--top-p", "1.1"], "top_p must be above 0 and at most 1, not 1.1"),
+    ([*IDS, "--top-k", "-5"], "top_k must be a positive integer, or 0 for no limit, not -5"),
+    ([*IDS, "--min-p", "-1"], "min_p must be from 0 to 1, not -1.0"),
+    ([*IDS, "--stop", ""], "stop must be texts of at least one character, not ['']"),
+    # prompts
+    ([""], "the prompt is empty"),
+    (["a", "  "], "prompt 2 is empty"),
+    (["--prompt-ids", ""], "--prompt-ids must be integers separated by commas, not ''"),
+    (["--prompt-ids", "1,two"], "--prompt-ids must be integers separated by commas, not '1,two'"),
+    ([*BOTH, *IDS, "--prompt-ids", "3,71"], "prompt 2 holds 71, which is not a token id from 0 to 70"),
+    ([*BOTH, "--prompt-ids", "-1"], "the prompt holds -1, which is not a token id from 0 to 70"),
+    ([*BOTH, "hello"], f"the prompt: target {PAIR / 'target'} has no tokenizer: give token ids instead of text"),
+    ([*BOTH, *IDS, "--stop", "x"], "has no tokenizer, so stop texts cannot be found"),
+    ([*BOTH, *IDS, "--system", "x"], "--system needs prompts of text or messages, and token ids are given"),
+    ([*BOTH, "hi", "--system", "x"], "--system needs a chat template, and target "),
+    (
+        [*BOTH, "--prompt-ids", ",".join(["5"] * 256)],
+        "the prompt has 256 tokens, which leaves no room for",
+    ),
+    # models
+    (["--target", "/no/such/model", *IDS], "/no/such/model: no such file or folder"),
+    (["--target", FOLDER, *IDS], f"{FOLDER} has no config.json"),
+    ([*TARGET, "--draft", "/no/such/draft", *IDS], "/no/such/draft: no such file or folder"),
+    ([*TARGET, "--draft", FOLDER / "qwen3-v2" / "draft", *IDS], "draft/config.json: "),
+    ([*BOTH, *IDS, "--block-size", "0"], "block_size must be an integer of at least 2, not 0"),
+    ([*BOTH, *IDS, "--block-size", "1"], "block_size must be an integer of at least 2, not 1"),
+    ([*BOTH, *IDS, "--block-size", "13"], "block_size 13 is outside 2 … 12"),
+    ([*TARGET, *IDS, "--draft", "none", "--block-size", "4"], "block_size 4 needs a draft, and draft is 'none'"),
+    # execution
+    ([*TARGET, *IDS, "--kernels", "triton"], "kernels 'triton' are not in this version yet (available: auto, xla)"),
+    ([*TARGET, *IDS, "--kernels", "pallas"], "kernels 'pallas' are not in this version yet (available: auto, xla)"),
+    ([*TARGET, *IDS, "--kv-cache-bytes", "1000"], "kv_cache_bytes 1000 holds 0 pages of 16 tokens ("),
+    ([*TARGET, *IDS, "--max-model-len", "1"], "max_model_len must be an integer of at least 2, not 1"),
+    ([*TARGET, *IDS, "--max-running-requests", "0"], "max_running_requests must be an integer of at least 1, not 0"),
+]
+
+
+@pytest.mark.parametrize("argv, message", MISTAKES, ids=[message[:50] for _, message in MISTAKES])
+def test_mistakes(cli: Cli, argv: list[Any], message: str) -> None:
+    error = cli(*argv, "--json").error
+    assert message in error
+    assert not error.endswith(".")
+
+
+def test_text_that_is_no_unicode(cli: Cli, pair: list[str]) -> None:
+    """A byte that is not UTF-8 on the command line reaches Python as half a surrogate."""
+    error = cli(*pair, "fine", "a\udcff").error
+    assert error == "prompt 2 is not valid Unicode: it has half of a surrogate pair, U+DCFF at position 1"
+
+
+def test_a_template_that_refuses(cli: Cli, tmp_path: Path) -> None:
+    folder = write_text_target(tmp_path / "target")
+    (folder / "chat_template.jinja").write_text("{{ raise_exception('no users here') }}", encoding="utf-8")
+    error = cli("--target", folder, "--draft", "none", "hi").error
+    assert error == "the prompt: the chat template failed: no users here"
+
+
+def test_files_that_are_broken(cli: Cli, tmp_path: Path) -> None:
+    """Each is named; later files are only looked at when the earlier ones are right."""
+    folder = tmp_path / "target"
+    shutil.copytree(PAIR / "target", folder)
+    argv = ["--target", folder, "--draft", "none", *IDS]
+    weights = folder / "model.safetensors"
+    whole = weights.read_bytes()
+    for content, message in ((whole[:-10], "truncated"), (b"", ""), (whole[:4], ""), (b"\xff" * 100, "")):
+        weights.write_bytes(content)
+        error = cli(*argv).error
+        assert str(weights) in error and message in error
+    weights.unlink()
+    assert "safetensors" in cli(*argv).error
+    (folder / "config.json").write_text("[]", encoding="utf-8")
+    assert str(folder / "config.json") in cli(*argv).error
+
+
+def test_missing_and_odd_tensors_come_in_one_error(cli: Cli, tmp_path: Path) -> None:
+    folder = tmp_path / "target"
+    shutil.copytree(PAIR / "target", folder)
+    tensors = load_file(folder / "model.safetensors")
+    lost = tensors.pop("model.layers.1.mlp.up_proj.weight")
+    tensors["model.layers.9.extra"] = lost.copy()
+    tensors["model.norm.weight"] = tensors["model.norm.weight"][:5].copy()
+    save_file(tensors, folder / "model.safetensors")
+    error = cli("--target", folder, "--draft", "none", *IDS).error
+    for part in ("3 problems", "model.layers.1.mlp.up_proj.weight", "model.layers.9.extra", "model.norm.weight", "[5]"):
+        assert part in error
+
+
+@pytest.mark.parametrize("platform", ["gpu", "tpu"])
+def test_a_platform_that_is_not_there(platform: str) -> None:
+    """In a process of its own, where JAX has not begun yet."""
+    if os.environ["JAX_PLATFORMS"] != "cpu":
+        pytest.skip("there may be one")
+    result = run_process(*TARGET, "--draft", "none", *IDS, "--platform", platform)
+    assert result.error.startswith(f"platform '{platform}' cannot be used here: ")
+
+
+def test_a_model_that_fails_on_a_prompt(cli: Cli, tmp_path: Path) -> None:
+    """The others are shown as ever; the sentence follows the summary, and the exit code is 2."""
+    folder = write_text_target(tmp_path / "target")
+    tensors = load_file(folder / "model.safetensors")
+    tensors["model.embed_tokens.weight"] = tensors["model.embed_tokens.weight"].copy()
+    tensors["model.embed_tokens.weight"][69] = np.nan
+    save_file(tensors, folder / "model.safetensors")
+    known = ",".join(map(str, known_prompt()))
+    argv = ["--target", folder, "--draft", "none", "--prompt-ids", known, "--prompt-ids", "5,6,7"]
+    result = cli(*argv, "--max-new-tokens", 9, "--json", "--max-running-requests", 2)
+    first, second = result.objects
+    assert (first["text"], first["finish_reason"], second["finish_reason"]) == (START, "abort", "length")
+    assert result.code == 2
+    summary, error = result.err.splitlines()[-2:]
+    assert summary.endswith("1 of 2 prompts not finished)")
+    assert error.startswith(
+        "error: prompt 1 had to be given up after 8 tokens: the target's logits are not numbers (NaN)"
+    )
+
+
+def test_a_target_of_nan_alone(cli: Cli, tmp_path: Path) -> None:
+    folder = write_text_target(tmp_path / "target")
+    tensors = load_file(folder / "model.safetensors")
+    save_file({name: np.full_like(tensor, np.nan) for name, tensor in tensors.items()}, folder / "model.safetensors")
+    result = cli("--target", folder, "--draft", PAIR / "draft", "hi", "--max-running-requests", 2)
+    assert (result.code, result.out) == (2, "\n")
+    assert "Traceback" not in result.err
+    assert result.err.splitlines()[-1].startswith(
+        "error: the prompt had to be given up at its first token: the target's"
+    )
+
+
+def test_a_full_disk(cli: Cli, pair: list[str]) -> None:
+    if not Path("/dev/full").exists():
+        pytest.skip("no /dev/full")
+    with open("/dev/full", "w", encoding="utf-8") as full:
+        result = run_process(*BOTH, *IDS, "--max-new-tokens", 2, stdout=full)
+    assert (result.code, result.err.splitlines()[-1]) == (2, "error: cannot write to stdout: No space left on device")
+    assert "Traceback" not in result.err
