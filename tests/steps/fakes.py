@@ -133,15 +133,20 @@ def truth(prompt: Sequence[int], new: int = TEXT) -> list[int]:
     return list(_truth(tuple(prompt)))[:new]
 
 
-def scripted(right: int, requests: Sequence[Request], lab: Lab | None = None, target: Any = None) -> Run:
-    """The requests with their prompts in the pages, and a drafter right for `right` tokens of each of their blocks."""
-    lab = lab or scripted_lab()
+def script(lab: Lab, right: int, requests: Sequence[Request], target: Any = None) -> Weights:
+    """Weights that tell the drafter the texts of the requests, and to be right for `right` tokens of each block."""
     texts = np.zeros((lab.num_pages, TEXT), np.int32)
     for request in requests:
         table = request.table or lab.table(request.slot)
         texts[table[0]] = [*request.prompt, *truth(request.prompt)][:TEXT]
     drafting = {"script": jnp.asarray(texts), "right": jnp.int32(right), "inner": toy_weights().draft}
-    weights = Weights(toy_weights().target if target is None else target, drafting)
+    return Weights(toy_weights().target if target is None else target, drafting)
+
+
+def scripted(right: int, requests: Sequence[Request], target: Any = None) -> Run:
+    """The requests with their prompts in the pages, before their first round."""
+    lab = scripted_lab()
+    weights = script(lab, right, requests, target)
     return Run(dataclasses.replace(lab, weights=weights), requests).prefill()
 
 

@@ -141,14 +141,17 @@ class Request:
 class Run:
     """Requests over one state, launched together.  `decode` goes on until all are finished."""
 
-    def __init__(self, lab: Lab, requests: Sequence[Request], state: DecodeState | None = None):
+    def __init__(
+        self, lab: Lab, requests: Sequence[Request], state: DecodeState | None = None, admit: bool = True
+    ):
         self.lab, self.requests = lab, list(requests)
         self.state = lab.state() if state is None else state
         for request in self.requests:
             request.table = lab.table(request.slot) if request.table is None else request.table
-        self._admit()
+        if admit and self.requests:
+            self.admit()
 
-    def _admit(self) -> None:
+    def admit(self) -> None:
         n = len(self.requests)
         new = Admission(
             np.array([r.slot for r in self.requests], np.int32),
@@ -230,6 +233,16 @@ def owned_rows(lab: Lab, requests: Sequence[Request]) -> np.ndarray:
             page, offset = divmod(position, lab.page_size)
             owned[(request.table or [])[page], offset] = True
     return owned
+
+
+def poisoned(lab: Lab, state: DecodeState, requests: Sequence[Request]) -> DecodeState:
+    """NaN in every pool row that holds no committed token of the requests, those of the padding page included."""
+    owned = owned_rows(lab, requests)[:, None, None, :, None]
+
+    def poison(leaf: jax.Array) -> jax.Array:
+        return jnp.where(owned, leaf, jnp.nan).astype(leaf.dtype) if leaf.ndim == 5 else leaf
+
+    return dataclasses.replace(state, kv=tuple(map(poison, state.kv)), draft=jax.tree.map(poison, state.draft))
 
 
 def drafter_of(name: str) -> tuple[StepConfig, Weights]:

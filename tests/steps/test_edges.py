@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 
+import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
@@ -82,8 +83,10 @@ def garbage(state: DecodeState, slots: list[int], rng: np.random.Generator, *, f
     def anything(low: int, high: int, *shape: int):
         return jnp.asarray(rng.integers(low, high, (n, *shape)), jnp.int32)
 
+    sampling = jax.tree.map(lambda x: x.at[at].set(anything(0, 99, *x.shape[1:]).astype(x.dtype)), state.sampling)
     return dataclasses.replace(
         state,
+        sampling=sampling,
         bonus=state.bonus.at[at].set(anything(0, 29)),
         seq_len=state.seq_len.at[at].set(anything(0, 100_000)),
         limit=state.limit.at[at].set(anything(0, 2_000_000_000)),

@@ -13,28 +13,17 @@ import pytest
 from dflash_jax.config import TargetConfig
 from dflash_jax.drafters import Drafter, NoDrafter
 from dflash_jax.ops.reference import write_rows
-from dflash_jax.state import DecodeState, gather
+from dflash_jax.state import gather
 from dflash_jax.steps import PrefillBatch, StepConfig, Steps, accept, commit, draft, prepare, publish, verify
 from steps import fakes
 from steps.fakes import BLOCK, PAGE, prompt_of, scripted, scripted_lab, truth
-from steps.lab import Lab, Request, Run, oracle_cases, oracle_lab, owned_rows, pools
+from steps.lab import Lab, Request, Run, oracle_cases, oracle_lab, owned_rows, poisoned, pools
 
 PROMPTS = [prompt_of(n) for n in (5, 12, 1, 20)]
 
 
 def requests(new: int) -> list[Request]:
     return [Request(i, prompt, len(prompt) + new) for i, prompt in enumerate(PROMPTS)]
-
-
-def poisoned(lab: Lab, run: Run) -> DecodeState:
-    """NaN in every pool row that holds no committed token, those of the padding page included."""
-    owned = owned_rows(lab, run.requests)[:, None, None, :, None]
-    state = run.state
-
-    def poison(leaf: jax.Array) -> jax.Array:
-        return jnp.where(owned, leaf, jnp.nan).astype(leaf.dtype) if leaf.ndim == 5 else leaf
-
-    return dataclasses.replace(state, kv=tuple(map(poison, state.kv)), draft=jax.tree.map(poison, state.draft))
 
 
 # -- 4: the caches hold the committed tokens and nothing else counts -----------------------------------------------
@@ -47,7 +36,7 @@ def test_poison_in_every_other_row_changes_nothing(right: int):
     run = scripted(right, requests(new))
     check_log(lab, run)
     while run.live:
-        run.state = poisoned(lab, run)
+        run.state = poisoned(lab, run.state, run.requests)
         run.round()
         check_log(lab, run)
     for request in run.requests:
@@ -75,7 +64,7 @@ def test_poison_changes_nothing_for_a_real_draft():
     asked = [Request(i, c["prompt_ids"], len(c["prompt_ids"]) + c["max_new_tokens"]) for i, c in enumerate(cases)]
     run = Run(lab, asked).prefill()
     while run.live:
-        run.state = poisoned(lab, run)
+        run.state = poisoned(lab, run.state, run.requests)
         run.round()
     for request, case in zip(run.requests, cases, strict=True):
         assert request.tokens == case["token_ids"]

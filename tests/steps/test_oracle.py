@@ -124,9 +124,7 @@ def test_a_request_alone_equals_itself_in_a_batch():
     first, second = requests_of(cases[2:4])
     alone = Run(lab, [first]).prefill().round().round()
     joined = Run(lab, [second], alone.state).prefill()
-    both = Run(lab, [], joined.state)
-    both.requests = [second, first]
-    both.decode()
+    Run(lab, [second, first], joined.state, admit=False).decode()
     check(first, cases[2])
     check(second, cases[3])
 
