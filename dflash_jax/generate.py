@@ -25,6 +25,8 @@ if TYPE_CHECKING:
     from dflash_jax.llm import LLM, Job, RequestOutput
     from dflash_jax.sampling import SamplingParams
 
+log = logging.getLogger("dflash_jax")
+
 EXIT_USER_ERROR = 2
 EXIT_SIGNAL = 128  # plus the number of the signal: 130 for Ctrl-C
 DESCRIPTION = """\
@@ -158,8 +160,12 @@ def sampling_params(args: argparse.Namespace) -> SamplingParams:
     from dflash_jax.sampling import SamplingParams
 
     names = [field.name for field in dataclasses.fields(SamplingParams)]
-    given = {name: getattr(args, name, None) for name in names}
-    return SamplingParams(**{name: value for name, value in given.items() if value is not None})
+    given = {name: value for name in names if (value := getattr(args, name, None)) is not None}
+    params = SamplingParams(**given)
+    idle = [f"--{name.replace('_', '-')}" for name in ("top_p", "top_k", "min_p", "seed") if name in given]
+    if params.temperature == 0 and idle:
+        log.warning("%s without --temperature: decoding is greedy", " ".join(idle))
+    return params
 
 
 def load_llm(args: argparse.Namespace) -> LLM:
@@ -317,7 +323,6 @@ def main(argv: Sequence[str] | None = None) -> int:
 def configure_logging(quiet: bool) -> None:
     """The library's log on stderr, a line each."""
     handler = logging.StreamHandler(sys.stderr)
-    log = logging.getLogger("dflash_jax")
     log.handlers[:] = [handler]
     log.setLevel(logging.ERROR if quiet else logging.INFO)
 

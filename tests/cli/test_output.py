@@ -94,6 +94,33 @@ def test_stop_and_ignore_eos(cli: Cli, pair: list[str]) -> None:
         assert (ends["finish_reason"] == "stop") == (ends["token_ids"][-1] == 2) == (len(ends["token_ids"]) < 60)
 
 
+# -- sampling ----------------------------------------------------------------------------------------------------------
+
+
+def test_a_seed_gives_the_same_tokens_with_any_draft(cli: Cli, pair: list[str]) -> None:
+    hot = ["--temperature", 0.7, "--top-p", 0.9, "--top-k", 20, "--min-p", 0.01, "--json", *known(40)]
+    [first] = cli(*pair, *hot, "--seed", 5).objects
+    [without] = cli(*pair[:2], "--draft", "none", *hot, "--seed", 5).objects
+    [other] = cli(*pair, *hot, "--seed", 6).objects
+    assert first["token_ids"] == without["token_ids"] != other["token_ids"]
+    assert [found["seed"] for found in (first, without, other)] == [5, 5, 6]
+    assert first["token_ids"] != known_case().token_ids
+
+
+def test_a_seed_that_was_not_given_is_reported_and_can_be_used_again(cli: Cli, pair: list[str]) -> None:
+    hot = ["--temperature", 1.0, "--json", *known(40)]
+    first, second = (cli(*pair, *hot).objects[0] for _ in range(2))
+    assert first["seed"] != second["seed"]
+    [again] = cli(*pair, *hot, "--seed", first["seed"]).objects
+    assert again["token_ids"] == first["token_ids"] != second["token_ids"]
+
+
+def test_options_that_have_no_effect_are_named(cli: Cli, pair: list[str]) -> None:
+    err = cli(*pair, *known(2), "--top-p", 0.5, "--seed", 1).err
+    assert err.splitlines()[0] == "--top-p --seed without --temperature: decoding is greedy"
+    assert "without" not in cli(*pair, *known(2), "--top-p", 0.5, "--seed", 1, "--temperature", 0.1).err
+
+
 # -- text --------------------------------------------------------------------------------------------------------------
 
 
