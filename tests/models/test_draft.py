@@ -122,7 +122,8 @@ def test_convolution_by_definition(taps: int, group_size: int):
     for s, i, c in np.ndindex(*x.shape):
         for t in range(min(taps, i + 1)):
             expected[s, i, c] += (base[t, c] + delta[s, i, t, c // group_size]) * x[s, i - t, c]
-    found = convolve(*(jnp.asarray(a, jnp.float32) for a in (x, base, delta)), group_size)
+    x32, base32, delta32 = (jnp.asarray(a, jnp.float32) for a in (x, base, delta))
+    found = convolve(x32, base32, delta32, group_size)
     np.testing.assert_allclose(found, expected, rtol=1e-5, atol=1e-5)
 
 
