@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+from typing import Any
+
+import jax.numpy as jnp
 import numpy as np
 import pytest
 
@@ -11,7 +14,7 @@ from dflash_jax.ops.shapes import TINY, Shape
 from ops.dense import Pages
 
 
-def int32(*values):
+def int32(*values) -> Any:
     return np.asarray(values, np.int32)
 
 
@@ -53,8 +56,8 @@ def test_a_block_of_each_shape(kernels: Kernels, shape: Shape):
 def test_rows_past_the_table_or_not_valid_go_to_the_padding_page(start: int):
     """CASE 20: a table of 3 pages of 4 tokens; the last page never takes a row that is past it."""
     table, size = int32([7, 2, 5]), 4
-    positions = start + np.arange(6, dtype=np.int32)[None]
-    valid = np.array([[True, True, True, True, False, True]])
+    positions = int32(start + np.arange(6))
+    valid: Any = np.array([[True, True, True, True, False, True]])
     found = np.asarray(token_locations(table, positions, valid, size))[0]
     for i, position in enumerate(positions[0]):
         inside = valid[0, i] and position < 12
@@ -64,5 +67,5 @@ def test_rows_past_the_table_or_not_valid_go_to_the_padding_page(start: int):
 
 def test_a_page_that_is_not_reserved_is_the_padding_page():
     """Tables are filled with page 0 behind what a request owns."""
-    found = token_locations(int32([3, 0, 0]), int32([3, 4, 8]), np.ones((1, 3), bool), 4)
+    found = token_locations(int32([3, 0, 0]), int32([3, 4, 8]), jnp.ones((1, 3), bool), 4)
     np.testing.assert_array_equal(found, [[15, 0, 0]])

@@ -24,11 +24,16 @@ from dflash_jax.weights import load_draft, load_target, open_draft, open_target
 PAIRS = Path(__file__).resolve().parents[1] / "data" / "pairs"
 
 
-def padded(rows: Sequence[Sequence[int]], shape: tuple[int, ...], fill: int) -> np.ndarray:
+def padded(rows: Sequence[Sequence[int]], shape: tuple[int, ...], fill: int) -> Any:
+    """int32 of that shape, row i beginning with rows[i]; on the host, as the engine hands it over."""
     out = np.full(shape, fill, np.int32)
     for i, row in enumerate(rows):
         out[i, : len(row)] = row
     return out
+
+
+def int32(values: Sequence[int]) -> Any:
+    return np.array(values, np.int32)
 
 
 @functools.cache
@@ -154,11 +159,11 @@ class Run:
     def admit(self) -> None:
         n = len(self.requests)
         new = Admission(
-            np.array([r.slot for r in self.requests], np.int32),
-            np.array([r.limit for r in self.requests], np.int32),
+            int32([r.slot for r in self.requests]),
+            int32([r.limit for r in self.requests]),
             padded([r.stop for r in self.requests], (n, MAX_STOP_IDS), -1),
             padded([r.table or [] for r in self.requests], (n, self.lab.width), 0),
-        )  # type: ignore[arg-type]
+        )
         self.state = self.lab.steps.admit(self.state, new)
 
     def prefill(self, chunk: int | None = None) -> Run:
@@ -175,14 +180,14 @@ class Run:
         for request, start in zip(requests, starts, strict=True):
             parts.append(request.prompt[start : start + chunk])
         spare = lab.bucket - len(requests)
+        ends: Any = [s + len(p) == len(r.prompt) for r, s, p in zip(requests, starts, parts, strict=True)]
         batch = PrefillBatch(
             padded(parts, (lab.bucket, lab.chunk), 0),
-            np.array([*[r.slot for r in requests], *[lab.slots] * spare], np.int32),
-            np.array([*starts, *[0] * spare], np.int32),
-            np.array([*map(len, parts), *[0] * spare], np.int32),
-            np.array([*[s + len(p) == len(r.prompt) for r, s, p in zip(requests, starts, parts, strict=True)],
-                      *[False] * spare]),
-        )  # type: ignore[arg-type]  # fmt: skip
+            int32([*[r.slot for r in requests], *[lab.slots] * spare]),
+            int32([*starts, *[0] * spare]),
+            int32([*map(len, parts), *[0] * spare]),
+            jnp.asarray([*ends, *[False] * spare]),
+        )
         self.state, packed = lab.prefill(lab.weights, self.state, batch)
         self._take(requests, np.asarray(packed))
 

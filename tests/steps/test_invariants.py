@@ -178,7 +178,7 @@ def test_a_copy_of_a_pool_would_be_found():
     rows, at = jax.ShapeDtypeStruct((1, 4, 2, 2, 8), jnp.float32), jax.ShapeDtypeStruct((1, 4), jnp.int32)
     kept = jax.jit(write_rows).lower(pool, rows, at).compile()
     donated = jax.jit(write_rows, donate_argnums=0).lower(pool, rows, at).compile()
-    assert pool_copies(kept.as_text()) and not pool_copies(donated.as_text())
+    assert pool_copies(str(kept.as_text())) and not pool_copies(str(donated.as_text()))
 
 
 def test_a_round_calls_nothing_outside_the_device():
