@@ -4,15 +4,19 @@ from __future__ import annotations
 
 import dataclasses
 import functools
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
+from unittest import mock
 
+import jax
 import jax.numpy as jnp
 import numpy as np
 from jax import Array
-from steps.lab import Lab
+from steps.lab import Lab, light_options
 
+from dflash_jax import Engine, EngineSettings
 from dflash_jax.config import RopeConfig, TargetConfig
 from dflash_jax.drafters import Drafter, NgramDrafter, Weights
 from dflash_jax.engine.build import Loaded
@@ -61,6 +65,19 @@ def says(prompt: Sequence[int], count: int, following: Sequence[int] = FIVE) -> 
     while len(said) < count:
         said.append(following[said[-1] if said else prompt[-1]])
     return said
+
+
+@contextmanager
+def light_compilation() -> Iterator[None]:
+    """What is jitted inside compiles in half the time, without LLVM's optimiser (on CPU)."""
+    with mock.patch.object(jax, "jit", functools.partial(jax.jit, compiler_options=light_options())):
+        yield
+
+
+def make_engine(settings: EngineSettings, drafter: Drafter) -> Engine:
+    """An engine over the target and that drafter, compiled lightly."""
+    with light_compilation():
+        return Engine(settings, loaded(drafter))
 
 
 def loaded(drafter: Drafter, draft_params: Any = None, following: Sequence[int] = FIVE) -> Loaded:

@@ -15,7 +15,7 @@ from steps.lab import Lab, Request, Run, solo
 
 from dflash_jax.drafters import Drafter, NgramDrafter
 from dflash_jax.models import Rows
-from drafters.cycles import FIVE, PAGE, cycle_lab, ngram_lab, says
+from drafters.cycles import PAGE, ngram_lab, says
 
 COUNT = 5
 WIDTH = 8  # pages of a table
@@ -91,7 +91,7 @@ def test_random_texts_agree_with_a_plain_search():
     assert found > 250
 
 
-@pytest.mark.parametrize(("longest", "shortest"), [(1, 1), (2, 2), (3, 2), (8, 3)])
+@pytest.mark.parametrize(("longest", "shortest"), [(1, 1), (6, 3)])
 def test_shortest_and_longest_suffix(longest: int, shortest: int):
     rng = random.Random(longest)
     texts = [[rng.randrange(3) for _ in range(n)] for n in (3, 9, 20, 32)]
@@ -198,10 +198,3 @@ def test_a_slot_used_again_does_not_see_the_old_text():
     short = Request(0, [0], 1 + 13)
     Run(lab, [short], state).prefill().decode()
     assert short.accepted == [1, 1, 1, 1, 8] and short.tokens == says([0], 13)
-
-
-def test_no_draft_on_the_same_target():
-    from dflash_jax.drafters import NoDrafter
-
-    request = solo(cycle_lab(NoDrafter()), [0], 12)
-    assert request.tokens == says([0], 12) and request.accepted == [1] * 11 and FIVE[4] == 0

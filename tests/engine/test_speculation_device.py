@@ -7,7 +7,7 @@ import time
 from pathlib import Path
 
 import pytest
-from drafters.cycles import EchoDrafter, loaded, says
+from drafters.cycles import EchoDrafter, loaded, make_engine, says
 
 from dflash_jax import Engine, EngineSettings, SamplingParams, UserError
 from dflash_jax.drafters import Drafter, NgramDrafter, NoDrafter
@@ -31,7 +31,7 @@ def times_path(tmp_path, monkeypatch) -> Path:
 
 
 def warm_engine(drafter: Drafter, **settings) -> Engine:
-    engine = Engine(dataclasses.replace(SETTINGS, **settings), loaded(drafter))
+    engine = make_engine(dataclasses.replace(SETTINGS, **settings), drafter)
     engine.warmup(progress=False)
     return engine
 
@@ -66,7 +66,7 @@ def test_a_draft_that_is_cheap_and_right_stays():
 
 
 def test_without_warm_up_every_round_is_whole():
-    engine = Engine(SETTINGS, loaded(EchoDrafter()))
+    engine = make_engine(SETTINGS, EchoDrafter())
     served(engine, [0], 100)
     assert engine.metrics().acceptance_by_width == {8: [0, 99, *[0] * 7]}
 
@@ -74,7 +74,7 @@ def test_without_warm_up_every_round_is_whole():
 @pytest.mark.parametrize("settings", [{"speculation": "always"}, {"block_size": 8}], ids=str)
 def test_fixed_widths(settings):
     """`always`, or a block size: warm-up compiles one width, and every round has it."""
-    engine = Engine(dataclasses.replace(SETTINGS, **settings), loaded(EchoDrafter()))
+    engine = make_engine(dataclasses.replace(SETTINGS, **settings), EchoDrafter())
     assert engine.speculation is None
     served(engine, [0], 60)
     assert engine.metrics().acceptance_by_width == {8: [0, 59, *[0] * 7]}
