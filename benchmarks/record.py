@@ -37,13 +37,18 @@ def record(name: str, values: dict[str, Any]) -> pathlib.Path:
     folder.mkdir(parents=True, exist_ok=True)
     head = {
         "date": datetime.date.today().isoformat(),
-        "command": " ".join(["python", *sys.argv]),
+        "command": " ".join(["python", *map(_without_folder, sys.argv)]),
         "revision": _revision(),
         "machine": machine(),
     }
     path = folder / f"{name}.json"
     path.write_text(json.dumps({**head, **values}, indent=1) + "\n", encoding="utf-8")
     return path
+
+
+def _without_folder(argument: str) -> str:
+    """Where a file lay on the machine that measured says nothing to others."""
+    return pathlib.PurePath(argument).name if argument.startswith("/") else argument
 
 
 def _version(name: str) -> str | None:
