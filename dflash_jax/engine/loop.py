@@ -44,7 +44,7 @@ OnRound = Callable[[Round], None]
 """Hears of every round, in the order in which their widths were chosen."""
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(slots=True)  # not frozen: see RowResult
 class Update:
     """A request's new tokens of one step; `finish_reason` is None until its last.
 

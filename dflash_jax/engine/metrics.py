@@ -151,7 +151,9 @@ class MetricsRecorder:
         """One request's round."""
         self.widths[block_size] += 1
         self.committed[committed] += 1
-        self.by_width.setdefault(block_size, [0] * (block_size + 1))[committed] += 1
+        if block_size not in self.by_width:
+            self.by_width[block_size] = [0] * (block_size + 1)
+        self.by_width[block_size][committed] += 1
 
     def generated(self, tokens: int) -> None:
         self.generation_tokens += tokens

@@ -25,7 +25,7 @@ class PrefillRow:
     last: bool
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(slots=True)  # not frozen: a frozen one takes four times as long to make, and there is one a row
 class RowResult:
     """What one row of a launch emitted.
 

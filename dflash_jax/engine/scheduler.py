@@ -55,7 +55,7 @@ class SchedulerConfig:
         )
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(slots=True)  # not frozen: see RowResult
 class Row:
     """A request's part in a launch. Prefill: tokens[start : start + length] of the seat."""
 
@@ -303,8 +303,10 @@ class Scheduler:
 
     def _missing_pages(self, request: Request, ahead: int = 0) -> int:
         seat = _seat(request)
-        committed = max(len(seat.tokens), request.num_tokens - 1)
-        return max(0, self._reserved_pages(committed + ahead, request) - len(seat.pages))
+        committed = max(len(seat.tokens), request.num_tokens - 1) + ahead
+        if committed + 2 * self.config.block_size <= len(seat.pages) * self.config.page_size:
+            return 0  # as in most rounds; the rest only says how many
+        return max(0, self._reserved_pages(committed, request) - len(seat.pages))
 
     def _grow(self, seat: Seat, count: int) -> list[tuple[int, int, int]]:
         """`count` pages more for the seat, as updates of its table."""

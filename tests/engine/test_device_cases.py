@@ -146,18 +146,18 @@ def test_21_spare_rows_of_a_bucket_write_only_padding(pair, overlap, monkeypatch
 @pytest.mark.slow
 def test_21_as_it_was_met(monkeypatch):
     """33 live rows in a bucket of 48."""
-    device = open_device(V2, max_running_requests=48, max_model_len=128)
-    three_of_four(device, 33, True, monkeypatch)
+    device = open_device(V2, max_running_requests=48, max_model_len=128, chunked_prefill_size=128)
+    three_of_four(device, 33, True, monkeypatch, new=70)
     assert ("decode_round", 48, device.runner.block_size) in device.runner._seen
 
 
-def three_of_four(device: Device, live: int, overlap: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+def three_of_four(device: Device, live: int, overlap: bool, monkeypatch: pytest.MonkeyPatch, new: int = 20) -> None:
     fill_with_garbage(device)
-    known = sure_prompts(device, tuple(9 + seed % 5 for seed in range(live)), 20)
+    known = sure_prompts(device, tuple(9 + seed % 5 for seed in range(live)), new)
     engine = device.engine(overlap=overlap)
     with only_own_pages_written(device, engine, monkeypatch):
-        requests = serve_prompts(engine, [one.prompt for one in known], greedy(20))
-    assert [outcome(request) for request in requests] == [one.cut(20) for one in known]
+        requests = serve_prompts(engine, [one.prompt for one in known], greedy(new))
+    assert [outcome(request) for request in requests] == [one.cut(new) for one in known]
 
 
 @pytest.mark.slow
