@@ -21,6 +21,7 @@ class Params(Script):
     max_new_tokens: int = 8
     stop_token_ids: Sequence[int] = ()
     ignore_eos: bool = True
+    greedy: bool = True
 
 
 def make_engine(*, overlap: bool = True, settings: dict[str, Any] | None = None, **sizes: Any) -> Engine:
