@@ -38,6 +38,7 @@ def test_acceptance_by_hand():
     assert (got.num_drafts_per_pos, got.num_accepted_tokens_per_pos) == ([4, 3, 3], [3, 1, 1])
     assert got.acceptance_rate_per_pos == [0.75, pytest.approx(1 / 3), pytest.approx(1 / 3)]
     assert got.mean_acceptance_length == 9 / 4
+    assert got.acceptance_by_width == {4: [0, 1, 1, 0, 1], 2: [0, 0, 1]}
 
 
 def test_before_the_first_request_nothing_divides_by_zero():
