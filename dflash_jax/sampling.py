@@ -43,6 +43,10 @@ class SamplingParams:
         for name in ("stop", "stop_token_ids"):
             object.__setattr__(self, name, _as_tuple(getattr(self, name)))
         self._check_lists()
+        for name in ("max_new_tokens", "top_k", "seed"):  # numpy's integers become Python's
+            value = getattr(self, name)
+            object.__setattr__(self, name, value if value is None else int(value))
+        object.__setattr__(self, "stop_token_ids", tuple(int(token) for token in self.stop_token_ids))
 
     def _check_integers(self) -> None:
         if not _is_integer(self.max_new_tokens) or self.max_new_tokens < 1:

@@ -113,7 +113,7 @@ def read_draft(where: str, config: Mapping[str, Any], target: TargetConfig) -> D
         conv=_conv(reader) if version == 2 else None,
         selector=_selector(reader) if version == 2 else None,
     )
-    _check(where, config, check_heads(where, draft), target)
+    _check(reader, config, check_heads(where, draft), target)
     return draft
 
 
@@ -169,12 +169,13 @@ def _causal(reader: Reader, types: tuple[str, ...]) -> tuple[bool, ...]:
     return (reader.flag("is_causal"),) * len(types)
 
 
-def _check(where: str, config: Mapping[str, Any], draft: DraftConfig, target: TargetConfig) -> None:
+def _check(reader: Reader, config: Mapping[str, Any], draft: DraftConfig, target: TargetConfig) -> None:
+    where = reader.where
     if config.get("hidden_act", "silu") not in ("silu", "swish"):
         raise UserError(f"{where}: hidden_act {config['hidden_act']!r} is not supported (supported: silu)")
     pairs = [
         ("hidden_size", draft.hidden_size, target.hidden_size),
-        ("num_target_layers", Reader(where, config).get("num_target_layers", target.num_layers), target.num_layers),
+        ("num_target_layers", reader.get("num_target_layers", target.num_layers), target.num_layers),
     ]
     if draft.selector:  # v1 has nothing of its own over the vocabulary; DFlash 2 has its codebooks
         pairs.append(("vocab_size", draft.vocab_size, target.vocab_size))

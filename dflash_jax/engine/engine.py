@@ -180,7 +180,7 @@ class Engine:
         check_ids("prompt", prompt_ids, config.vocab_size)
         check_ids("stop_token_ids", params.stop_token_ids, config.vocab_size)
         request = Request(
-            request_id=request_id if request_id is not None else f"request-{next(self._names)}",
+            request_id=request_id if request_id is not None else self._new_name(),
             prompt_ids=list(prompt_ids),
             max_new_tokens=params.max_new_tokens,
             stop_token_ids=tuple(params.stop_token_ids),
@@ -192,6 +192,10 @@ class Engine:
         if len(request.stop_ids) > MAX_STOP_IDS:
             raise UserError(f"{len(request.stop_ids)} stop tokens are more than the {MAX_STOP_IDS} a request may have")
         return request
+
+    def _new_name(self) -> str:
+        """A request id that nobody uses."""
+        return next(name for i in self._names if (name := f"request-{i}") not in self._clients)
 
     # -- steps ---------------------------------------------------------------------------------------------------
 
@@ -217,7 +221,8 @@ class Engine:
     def _working(self, unless: Callable[[], bool] = lambda: False) -> Iterator[bool]:
         """Alone with loop and device for the block, if that yields True; what the block raises is the engine's end."""
         with self._turn.taken(unless) as mine, HeldInterrupts():
-            self._check_alive()
+            if mine:  # whoever has been served already may read on, even if the engine has stopped since
+                self._check_alive()
             try:
                 yield mine
             except BaseException as error:  # the device's state may be lost, or the books half written
@@ -293,7 +298,7 @@ class Engine:
         """A snapshot; while another thread steps, its figures may be one request apart."""
         found = self._loop.metrics()
         with self._lock:
-            arrived = sum(take == self._take_in for take, _ in self._inbox)
+            arrived = sum(take == self._take_in for take, _ in self._inbox.copy())  # aborts come without the lock
         return replace(found, num_requests_waiting=found.num_requests_waiting + arrived)
 
     def warmup(self, progress: bool = True, sampling: bool = False) -> float:

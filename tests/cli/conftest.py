@@ -93,6 +93,9 @@ def pair(target: Path) -> list[str]:
     return ["--target", str(target), "--draft", str(PAIR / "draft")]
 
 
+LIGHT = {"XLA_FLAGS": os.environ["XLA_FLAGS"] + " --xla_backend_optimization_level=0"}  # compiles in half the time
+
+
 def start(
     *argv: object,
     python: tuple[str, ...] = ("-m", "dflash_jax.generate"),
@@ -100,11 +103,11 @@ def start(
     stdout: int | IO[Any] = subprocess.PIPE,
     stderr: int | IO[Any] = subprocess.PIPE,
 ) -> subprocess.Popen[str]:
-    """The command line in a process of its own, its output in pipes unless said otherwise."""
+    """The command line in a process of its own, its output in pipes unless said otherwise.  `env` adds variables."""
     return subprocess.Popen(
         [sys.executable, *python, *map(str, argv)],
         cwd=ROOT,
-        env={**os.environ, "PYTHONPATH": str(ROOT), **(env or {})},
+        env={**os.environ, "PYTHONPATH": str(ROOT), **LIGHT, **(env or {})},
         stdin=subprocess.DEVNULL,
         stdout=stdout,
         stderr=stderr,

@@ -27,7 +27,7 @@ def demo(cli: Cli, demo_target: Path, monkeypatch: pytest.MonkeyPatch) -> Cli:
 
     def open_demo(target: None, draft: str, **options: Any) -> Any:
         assert (target, draft, options.pop("progress"), options.pop("platform")) == (None, "none", False, None)
-        return open_llm(demo_target, draft, max_running_requests=1, **options)
+        return open_llm(demo_target, draft, light=False, max_running_requests=1, **options)
 
     monkeypatch.setattr(dflash_jax.llm, "LLM", open_demo)
     return lambda *argv, **options: cli("--draft", "none", *argv, **options)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 from pathlib import Path
 from typing import Any
 
@@ -76,9 +77,10 @@ def written(case: Case) -> str:
 
 
 def in_a_process(name: str, *extra: object) -> tuple[Case, Result]:
+    """Compiled as users compile, which the tests above are not."""
     case = read_cases(name)[1]
     numbers = ["--prompt-ids", written(case), "--max-new-tokens", case.max_new_tokens]
-    return case, run_process(*arguments(name), *numbers, *extra)
+    return case, run_process(*arguments(name), *numbers, *extra, env={"XLA_FLAGS": os.environ["XLA_FLAGS"]})
 
 
 @pytest.mark.slow
