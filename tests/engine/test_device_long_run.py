@@ -20,7 +20,7 @@ LENGTHS = (1, 2, 3, 5, 8, 9, 12, 20)
 KEEP_BUSY = 12
 
 
-@pytest.mark.parametrize("number", [600, pytest.param(5000, marks=pytest.mark.slow)])
+@pytest.mark.parametrize("number", [600, pytest.param(5000, marks=pytest.mark.soak)])
 def test_nothing_grows(number: int, no_retrace) -> None:
     device = open_device(V2)
     known = sure_prompts(device, LENGTHS, 8)

@@ -149,7 +149,7 @@ def test_some_mixes(pair: str) -> None:
     run_mixes(open_device(pair), bank_of(pair, None, 16), range(8))
 
 
-@pytest.mark.slow
+@pytest.mark.soak
 @pytest.mark.parametrize(
     ("pair", "draft"), [(V1, None), (V2, None), ("llama-v2-window", None), (V1, "none"), (V2, "ngram")],
     ids=["v1", "v2", "v2 window", "none", "ngram"],
@@ -159,7 +159,7 @@ def test_many_mixes(pair: str, draft: str | None) -> None:
     run_mixes(open_device(pair, draft), bank_of(pair, draft, 100), range(1000, 1050))
 
 
-@pytest.mark.slow
+@pytest.mark.soak
 def test_the_mixes_met_what_they_are_for() -> None:
     """Runs after the mixes above; alone it makes its own."""
     if TALLY["requests"] < 500:
