@@ -138,12 +138,18 @@ def test_two_devices_hold_the_same_values(tmp_path: Path):
         load(folder, devices=jax.devices()[:2])
 
 
-def test_progress_goes_to_stderr_only_when_asked(tmp_path: Path, capfd: pytest.CaptureFixture[str]):
+def test_progress_goes_to_a_terminal_s_stderr_only_when_asked(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+):
     checkpoint = open_target(write_folder(tmp_path, LLAMA, target_tensors(LLAMA)))
     load_target(checkpoint, "float32", make_mesh())
-    assert capfd.readouterr() == ("", "")
     load_target(checkpoint, "float32", make_mesh(), progress=True)
-    out, err = capfd.readouterr()
+    assert capsys.readouterr() == ("", ""), "a file or a pipe is not flooded with a bar"
+    monkeypatch.setattr(sys.stderr, "isatty", lambda: True)
+    load_target(checkpoint, "float32", make_mesh())
+    assert capsys.readouterr() == ("", "")
+    load_target(checkpoint, "float32", make_mesh(), progress=True)
+    out, err = capsys.readouterr()
     assert out == "" and "loading: 100%" in err
 
 
