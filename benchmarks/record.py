@@ -26,6 +26,7 @@ def machine() -> dict[str, Any]:
         "platform": device.platform,
         "cpu": _cpu_name(),
         "cores": os.cpu_count(),
+        "usable_cores": len(os.sched_getaffinity(0)),
         "python": platform.python_version(),
         "packages": {name: version for name in PACKAGES if (version := _version(name))},
     }

@@ -202,9 +202,11 @@ class Loop:
         if self._on_round:
             self._note_time(launch, results, self._on_round)
         self.recorder.launched(launch.block_size)
-        pairs = zip(launch.rows, results, strict=True)
-        news = [(row.request, result.tokens) for row, result in pairs if self._digest_row(launch, row, result)]
-        return [self._report(request, tokens) for request, tokens in news]
+        pairs, now_s = zip(launch.rows, results, strict=True), self._clock()
+        news = [(row.request, result.tokens) for row, result in pairs if self._digest_row(launch, row, result, now_s)]
+        updates = [self._report(request, tokens) for request, tokens in news]
+        self.recorder.generated(sum(len(update.tokens) for update in updates))
+        return updates
 
     def _note_time(self, launch: Launch, results: list[RowResult], on_round: OnRound) -> None:
         """Tell of a round and how long it took: with overlap the next launch is in flight already."""
@@ -221,7 +223,7 @@ class Loop:
         """The time where somebody wants to know how long rounds take."""
         return self._clock() if self._on_round else 0.0
 
-    def _digest_row(self, launch: Launch, row: Row, result: RowResult) -> bool:
+    def _digest_row(self, launch: Launch, row: Row, result: RowResult, now_s: float) -> bool:
         """Book one row; True if there is something to report. What a stopped request still produced is dropped."""
         if not self.scheduler.landed(row, broken=result.finish_reason == "error"):
             return False
@@ -234,11 +236,10 @@ class Loop:
             self.recorder.prefilled(row.length)
             self.scheduler.prefilled(row)
         if told:
-            self._take(row.request, result, launch.block_size)
+            self._take(row.request, result, launch.block_size, now_s)
         return told
 
-    def _take(self, request: Request, result: RowResult, block_size: int) -> None:
-        now_s = self._clock()
+    def _take(self, request: Request, result: RowResult, block_size: int, now_s: float) -> None:
         if result.tokens:
             if request.first_token_s is None:
                 self.recorder.first_token(now_s - request.arrival_s)
@@ -250,7 +251,6 @@ class Loop:
 
     def _report(self, request: Request, tokens: list[int]) -> Update:
         kept = self._show(request, tokens) if tokens else []
-        self.recorder.generated(len(kept))
         if request.finished and request.finish_reason != "abort":
             self.recorder.finished(request)
         return Update(request, kept, request.finish_reason)

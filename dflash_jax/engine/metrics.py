@@ -125,16 +125,10 @@ class MetricsRecorder:
     prefill_launches: int = 0
     rounds: int = 0
     success: dict[str, int] = field(default_factory=lambda: dict.fromkeys(("stop", "length", "abort", "error"), 0))
-    committed: list[int] = field(default_factory=list)  # [n]: rows that committed n tokens
-    widths: list[int] = field(default_factory=list)  # [b]: rows of width b
     by_width: dict[int, list[int]] = field(default_factory=dict)  # [b][n]: rows of width b that committed n tokens
     ttft: LatencyHistogram = field(default_factory=LatencyHistogram)
     tpot: LatencyHistogram = field(default_factory=LatencyHistogram)
     e2e: LatencyHistogram = field(default_factory=LatencyHistogram)
-
-    def __post_init__(self) -> None:
-        self.committed = [0] * (self.block_size + 1)
-        self.widths = [0] * (self.block_size + 1)
 
     def launched(self, block_size: int) -> None:
         """A launch was read; block_size 0 is prefill."""
@@ -149,8 +143,6 @@ class MetricsRecorder:
 
     def round(self, block_size: int, committed: int) -> None:
         """One request's round."""
-        self.widths[block_size] += 1
-        self.committed[committed] += 1
         if block_size not in self.by_width:
             self.by_width[block_size] = [0] * (block_size + 1)
         self.by_width[block_size][committed] += 1
@@ -168,8 +160,11 @@ class MetricsRecorder:
             self.tpot.add((request.finish_s - request.first_token_s) / (len(request.output_ids) - 1))
 
     def snapshot(self, scheduler: Scheduler) -> EngineMetrics:
-        pool = scheduler.pool
-        proposed, accepted = _tails(self.widths), _tails(self.committed)
+        pool, widths, committed = scheduler.pool, [0] * (self.block_size + 1), [0] * (self.block_size + 1)
+        for width, counts in list(self.by_width.items()):
+            widths[width] = sum(counts)
+            committed[: width + 1] = [a + b for a, b in zip(committed, counts, strict=False)]
+        proposed, accepted = _tails(widths), _tails(committed)
         return EngineMetrics(
             num_requests_running=len(scheduler.live),
             num_requests_waiting=len(scheduler.waiting),
@@ -185,10 +180,10 @@ class MetricsRecorder:
             generation_tokens=self.generation_tokens,
             prefill_launches=self.prefill_launches,
             rounds=self.rounds,
-            num_drafts=sum(self.widths),
+            num_drafts=sum(widths),
             num_draft_tokens=sum(proposed),
             num_accepted_tokens=sum(accepted),
-            acceptance_histogram=list(self.committed),
+            acceptance_histogram=committed,
             num_drafts_per_pos=proposed,
             num_accepted_tokens_per_pos=accepted,
             acceptance_by_width={width: list(counts) for width, counts in list(self.by_width.items())},

@@ -154,7 +154,9 @@ class DeviceRunner:
     ) -> None:
         if len(stop_ids) > MAX_STOP_IDS:
             raise UserError(f"a request may name {MAX_STOP_IDS} stop token ids, not {len(stop_ids)}")
-        self._modes[slot] = sampling_mode(sampling)
+        self._modes.pop(slot, None)
+        if (mode := sampling_mode(sampling)) != GREEDY:
+            self._modes[slot] = mode
         self._arrivals.append(Arrival(slot, limit_tokens, pages, stop_ids, sampling))
 
     def _admit_arrivals(self) -> None:
@@ -214,6 +216,8 @@ class DeviceRunner:
 
     def _mode(self, slots: Iterable[int]) -> str:
         """What the neediest of these slots needs."""
+        if not self._modes:  # as for most
+            return GREEDY
         return max((self._modes.get(slot, GREEDY) for slot in slots), key=MODES.index, default=GREEDY)
 
     def _slots(self, slots: Sequence[int], size: int) -> jax.Array:
