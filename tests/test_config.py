@@ -215,3 +215,10 @@ def test_json_files_that_cannot_be_used(tmp_path: Path):
     path.write_bytes(b'{"a": "\xff"}')
     with pytest.raises(UserError, match="is not valid JSON"):
         read_json(path)
+
+
+def test_json_of_brackets_without_end_is_one_sentence(tmp_path: Path):
+    path = tmp_path / "config.json"
+    path.write_text("[" * 100_000)
+    with pytest.raises(UserError, match="config.json is not valid JSON"):
+        read_json(path)

@@ -14,7 +14,10 @@ _NOT_HUB = (".gguf", ".safetensors", ".json", ".bin")
 
 def local_path(name: str | Path) -> Path:
     """`name` as an existing path, downloading it first when it is a hub id (`owner/name`)."""
-    path = Path(name).expanduser()
+    try:
+        path = Path(name).expanduser()
+    except RuntimeError as error:  # ~ of a user that is not known here
+        raise UserError(f"{name}: {error}") from error
     if path.exists():
         return path
     if not isinstance(name, str) or not _may_be_hub_id(name):

@@ -103,3 +103,8 @@ def test_a_snapshot_without_safetensors(tmp_path: Path, hub: dict[str, Any]):
     hub["owner/name-GGUF"] = tmp_path
     with pytest.raises(UserError, match="has no config.json"):
         open_target("owner/name-GGUF")
+
+
+def test_the_home_of_an_unknown_user():
+    with pytest.raises(UserError, match="~nobody-of-that-name/x: "):
+        local_path("~nobody-of-that-name/x")
