@@ -143,7 +143,7 @@ def test_21_spare_rows_of_a_bucket_write_only_padding(pair, overlap, monkeypatch
     three_of_four(open_device(pair), 3, overlap, monkeypatch)
 
 
-@pytest.mark.slow
+@pytest.mark.soak
 def test_21_as_it_was_met(monkeypatch):
     """33 live rows in a bucket of 48."""
     device = open_device(V2, max_running_requests=48, max_model_len=128, chunked_prefill_size=128)
@@ -160,7 +160,7 @@ def three_of_four(device: Device, live: int, overlap: bool, monkeypatch: pytest.
     assert [outcome(request) for request in requests] == [one.cut(new) for one in known]
 
 
-@pytest.mark.slow
+@pytest.mark.soak
 @both
 def test_25_pages_of_64_and_100_requests_leave_nothing(overlap):
     device = open_device(V2, page_size=64, max_model_len=256)
@@ -242,6 +242,26 @@ def test_28_logits_that_are_no_numbers_end_their_request_alone(overlap, at):
         serve(engine)
     assert (bad.output_ids, bad.finish_reason, bad.error) == ([], "error", None)
     assert outcome(good) == outcome(again) == outcome(want)
+
+
+@each_pair
+def test_32_rounds_are_as_wide_as_what_is_live(pair, monkeypatch):
+    """Three requests in four slots, which end one after the other: no round computes more rows than its bucket has."""
+    device = open_device(pair)
+    known = sure_prompts(device, (5, 6, 7))
+    engine, launched = device.engine(overlap=False), []
+    launch = device.runner._launch
+    monkeypatch.setattr(device.runner, "_launch", lambda key, *rest: (launched.append(key), launch(key, *rest))[1])
+    requests = [engine.add_request(one.prompt, greedy(new)) for one, new in zip(known, (3, 10, 40), strict=True)]
+    live = []
+    while engine.has_work:
+        engine.step()
+        live.append(sum(not request.finished for request in requests))
+    assert [outcome(r) for r in requests] == [one.cut(new) for one, new in zip(known, (3, 10, 40), strict=True)]
+    rows = [key[1] for key in launched if key[0] == "decode_round"]
+    assert rows == sorted(rows, reverse=True) and {rows[0], rows[-1]} == {4, 1}
+    assert rows.count(1) >= live.count(1) - 1
+    serve(engine)
 
 
 # -- traces ------------------------------------------------------------------------------------------------------------
