@@ -59,6 +59,7 @@ def test_spare_rows_name_the_padding_slot_and_page():
     assert got.slots.tolist() == [2, 8, 8] and got.limit.tolist() == [9, 0, 0]
     assert got.page_table.tolist() == [[4, 5, 0], [0, 0, 0], [0, 0, 0]]
     assert got.stop_ids[0].tolist() == [7, *[-1] * 15] and (got.stop_ids[1:] == -1).all()
+    assert got.sampling is not None
     assert got.sampling.temperature.tolist() == [0.5, 0, 0] and got.sampling.seed[0].tolist() == [5, 256]
     assert table_updates([(1, 2, 3)], 2, spare_slot=8).tolist() == [[1, 2, 3], [8, 0, 0]]
 
