@@ -12,7 +12,7 @@ import random
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from .device import Device, greedy, logit_gaps, perturbed, random_prompt, serve, solo
+from .device import Device, greedy, perturbed, preference, random_prompt, serve, solo, target_logits
 
 NEW = 80
 MIN_GAP = 2e-3
@@ -63,7 +63,7 @@ def _take(known: list[Known], length: int) -> Known:
 
 def _sure(device: Device, known: list[Known], noises: Sequence[int] = (1,)) -> list[bool]:
     """Whether rounding cannot change an output or an acceptance."""
-    sure = [_least_gap(device, one) > MIN_GAP for one in known]
+    sure = [_is_sure(device, one) for one in known]
     for noise in noises:
         with device.weighing(perturbed(device.weights, noise)):
             engine = device.engine(enable_prefix_caching=False)
@@ -76,9 +76,13 @@ def _sure(device: Device, known: list[Known], noises: Sequence[int] = (1,)) -> l
     return sure
 
 
-def _least_gap(device: Device, known: Known) -> float:
-    """The least by which the target preferred a token that it gave."""
-    return logit_gaps(device, [*known.prompt, *known.tokens])[len(known.prompt) - 1 : -1].min()
+def _is_sure(device: Device, known: Known) -> bool:
+    """Whether the target alone, without engine, draft or cache, clearly prefers each token; those must be the tokens."""
+    logits = target_logits(device, [*known.prompt, *known.tokens])[len(known.prompt) - 1 : -1]
+    if preference(logits).min() < MIN_GAP:
+        return False
+    assert logits.argmax(axis=-1).tolist() == known.tokens, "the solo run is not the target's own text"
+    return True
 
 
 def _run(device: Device, prompt: list[int], new: int) -> Known:

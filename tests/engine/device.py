@@ -138,13 +138,18 @@ def _logits(config: Any, params: Any, ids: jax.Array, pool: Any) -> jax.Array:
     return XLA.head_logits(hidden.last, head_weight(params))[0]
 
 
-def logit_gaps(device: Device, tokens: Sequence[int]) -> np.ndarray:
-    """[i]: by how much the target prefers its best token after tokens[: i + 1] to the second best."""
+def target_logits(device: Device, tokens: Sequence[int]) -> np.ndarray:
+    """float32 [len(tokens), V]: what the target alone says after each of them."""
     config = device.loaded.config
     width = device.sizes.pages_per_slot * device.sizes.page_size  # one for all texts: compiled once
     ids = jnp.asarray([[*tokens, *[0] * (width - len(tokens))]], jnp.int32)
     pool = make_pool(config, 1, 8, jnp.float32, device.loaded.mesh)
-    best = np.sort(np.asarray(_logits(config, device.weights.target, ids, pool))[: len(tokens)], axis=-1)
+    return np.asarray(_logits(config, device.weights.target, ids, pool))[: len(tokens)]
+
+
+def preference(logits: np.ndarray) -> np.ndarray:
+    """By how much the best token of each row is preferred to the second best."""
+    best = np.partition(logits, -2, axis=-1)
     return best[:, -1] - best[:, -2]
 
 
@@ -153,7 +158,7 @@ def explain(device: Device, prompt: Sequence[int], want: Sequence[int], got: Seq
     at = next((i for i, pair in enumerate(zip(want, got, strict=False)) if pair[0] != pair[1]), None)
     if at is None:
         return f"{len(got)} tokens instead of {len(want)}, equal as far as both go"
-    gap = logit_gaps(device, [*prompt, *want[:at]])[-1]
+    gap = preference(target_logits(device, [*prompt, *want[:at]]))[-1]
     return f"output token {at} is {got[at]}, not {want[at]}, which the target prefers by {gap:.2e}"
 
 

@@ -123,15 +123,14 @@ def test_19_a_prompt_that_leaves_room_for_sixteen(prompt, context, overlap):
 def test_20_a_block_across_the_end_of_the_table_touches_nobody(pair, room, overlap, monkeypatch):
     device = open_device(pair)
     fill_with_garbage(device)
-    full = random_prompt(device, CAPACITY - room)
-    [known] = sure_prompts(device, (30,))
+    [full], [known] = sure_prompts(device, (CAPACITY - room,), room), sure_prompts(device, (30,))
     engine = device.engine(overlap=overlap)
     neighbour = serve_keeping_pages(engine, known.prompt)
     with only_own_pages_written(device, engine, monkeypatch):
-        ended, beside = (engine.add_request(prompt, greedy(40)) for prompt in (full, known.prompt))
+        ended, beside = (engine.add_request(prompt, greedy(40)) for prompt in (full.prompt, known.prompt))
         while engine.has_work:
             engine.step()
-    assert (len(ended.output_ids), ended.finish_reason) == (room, "length")
+    assert outcome(ended) == full.cut(room)
     assert outcome(beside) == outcome(neighbour) == known.cut(40)
     serve(engine)
 
