@@ -77,7 +77,7 @@ def _sure(device: Device, known: list[Known], noises: Sequence[int] = (1,)) -> l
 
 
 def _is_sure(device: Device, known: Known) -> bool:
-    """Whether the target alone, without engine, draft or cache, clearly prefers each token; those must be the tokens."""
+    """Whether the target alone, without engine, draft or cache, clearly prefers some token each time: these tokens."""
     logits = target_logits(device, [*known.prompt, *known.tokens])[len(known.prompt) - 1 : -1]
     if preference(logits).min() < MIN_GAP:
         return False
