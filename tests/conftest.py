@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 import collections
+import gc
 import os
 import re
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Generator, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager
 from pathlib import Path
 
@@ -44,6 +45,33 @@ hypothesis.settings.register_profile(
 )
 hypothesis.settings.register_profile("thorough", parent=hypothesis.settings.get_profile("dflash"), max_examples=1000)
 hypothesis.settings.load_profile(os.environ.get("HYPOTHESIS_PROFILE", "dflash"))
+
+MAPS, MAPS_LIMIT = Path("/proc/self/maps"), Path("/proc/sys/vm/max_map_count")
+
+
+@pytest.hookimpl(wrapper=True)
+def pytest_runtest_teardown(item: pytest.Item, nextitem: pytest.Item | None) -> Generator[None, object, object]:
+    """Lets go of compiled programs between files where they are many.
+
+    On CPU a compiled program takes about 50 memory mappings, and Linux grants a process 65,530 by default: at about
+    1,300 programs LLVM finds no memory and the process aborts.
+    """
+    result = yield
+    if (nextitem is None or nextitem.path != item.path) and too_many_maps():
+        import jax
+
+        jax.clear_caches()
+        gc.collect()
+    return result
+
+
+def too_many_maps(share: float = 0.3) -> bool:
+    """Whether this process uses more than `share` of the memory mappings it may have (False where nobody counts)."""
+    if not (MAPS.exists() and MAPS_LIMIT.exists()):
+        return False
+    with MAPS.open() as maps:
+        return sum(1 for _ in maps) > share * int(MAPS_LIMIT.read_text())
+
 
 NoRetrace = Callable[..., AbstractContextManager["collections.Counter[str]"]]
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import pytest
-from conftest import count_traces
+from conftest import MAPS, count_traces, too_many_maps
 
 jax = pytest.importorskip("jax")
 jnp = jax.numpy
@@ -54,3 +54,8 @@ def test_strict_settings():
         jnp.add(jnp.ones(2, jnp.float32), jnp.ones(2, jnp.int32))
     with pytest.raises(ValueError, match="rank"):
         jnp.add(jnp.ones((2, 2)), jnp.ones(2))
+
+
+@pytest.mark.skipif(not MAPS.exists(), reason="this system does not list a process's memory mappings")
+def test_mappings_are_counted():
+    assert too_many_maps(share=0) and not too_many_maps(share=1)
