@@ -6,7 +6,6 @@ import dataclasses
 import logging
 from collections import deque
 from collections.abc import Generator, Iterator, Mapping, Sequence
-from numbers import Integral
 from typing import Any
 
 import jax
@@ -18,7 +17,7 @@ from dflash_jax.engine.loop import Update
 from dflash_jax.engine.request import Request
 from dflash_jax.engine.settings import EngineSettings
 from dflash_jax.errors import UserError
-from dflash_jax.sampling import SamplingParams
+from dflash_jax.sampling import SamplingParams, is_integer
 from dflash_jax.text import Tokenizer, encode_chat, load_tokenizer
 from dflash_jax.text.stream import TextStream
 
@@ -288,7 +287,7 @@ class LLM:
         items: list[Any] = list(prompt)
         if items and isinstance(items[0], Mapping):
             return encode_chat(self._need_tokenizer(), items)
-        return [int(item) if _is_integer(item) else item for item in items]
+        return [int(item) if is_integer(item) else item for item in items]
 
     def _need_tokenizer(self) -> Tokenizer:
         if self.tokenizer is None:
@@ -322,7 +321,7 @@ def prompt_list(prompts: Any) -> list[Any]:
     if isinstance(prompts, (str, bytes, Mapping)) or not hasattr(prompts, "__iter__"):
         return [prompts]
     items: list[Any] = list(prompts)
-    return [items] if items and (_is_integer(items[0]) or isinstance(items[0], Mapping)) else items
+    return [items] if items and (is_integer(items[0]) or isinstance(items[0], Mapping)) else items
 
 
 def params_list(params: SamplingParams | Sequence[SamplingParams] | None, count: int) -> list[SamplingParams]:
@@ -333,10 +332,6 @@ def params_list(params: SamplingParams | Sequence[SamplingParams] | None, count:
     if len(each) != count:
         raise UserError(f"{len(each)} sampling parameters for {count} prompts")
     return each
-
-
-def _is_integer(value: object) -> bool:
-    return isinstance(value, Integral) and not isinstance(value, bool)
 
 
 def make_settings(target: str, draft: str, options: Mapping[str, Any]) -> EngineSettings:

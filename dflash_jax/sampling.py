@@ -3,12 +3,17 @@
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from numbers import Integral, Real
 from typing import Any
 
 from dflash_jax.errors import UserError
 from dflash_jax.state import MAX_STOP_IDS
+
+MAX_LOGPROBS = 20  # alternatives with a token, as in vLLM
+TOKEN_LISTS = ("stop_token_ids", "bad_token_ids", "allowed_token_ids", "logit_bias")
+OPENAI_PENALTIES = ("presence_penalty", "frequency_penalty")
+MAX_SAMPLES = 64
 
 
 @dataclasses.dataclass(frozen=True)
@@ -18,8 +23,10 @@ class SamplingParams:
     temperature 0 is greedy: then top_p, top_k, min_p and seed have no effect.  Above it, tokens are drawn from the
     model's distribution over temperature, cut by min_p, top_k and top_p in this order (as in vLLM).  The same `seed`
     gives the same tokens with any draft, block size or batch (float32); unset, one is drawn and reported.
-    stop: texts that end the output and are cut from it.  stop_token_ids: ids that end it beside the model's own
-    end-of-text tokens, which `ignore_eos` disregards.  UserError for a value out of range.
+    stop: texts that end the output and are cut from it, unless `include_stop_str_in_output` (which keeps the text of
+    an ending token too).  stop_token_ids: ids that end it beside the model's own end-of-text tokens, which
+    `ignore_eos` disregards.  min_tokens: before so many, nothing of that ends it.  n: samples of one prompt; sample i
+    has the seed `seed` + i.  UserError for a value out of range.
     """
 
     max_new_tokens: int = 256
@@ -31,33 +38,53 @@ class SamplingParams:
     stop: str | Sequence[str] = ()
     stop_token_ids: Sequence[int] = ()
     ignore_eos: bool = False
+    include_stop_str_in_output: bool = False
+    min_tokens: int = 0
+    n: int = 1
 
     @property
     def greedy(self) -> bool:
         """Whether the likeliest token is taken; temperatures under 1e-5 count as 0, as in vLLM."""
         return self.temperature < 1e-5
 
+    @property
+    def penalised(self) -> bool:
+        """Whether it matters which tokens are there already."""
+        return (self.repetition_penalty, self.presence_penalty, self.frequency_penalty) != (1, 0, 0)
+
+    @property
+    def edits_logits(self) -> bool:
+        """Whether the model's logits are changed before a token is chosen."""
+        lists = self.logit_bias or self.allowed_token_ids is not None or self.bad_token_ids
+        return self.penalised or bool(lists) or self.min_tokens > 0
+
     def __post_init__(self) -> None:
         self._check_integers()
         self._check_numbers()
-        for name in ("stop", "stop_token_ids"):
+        for name in ("stop", "stop_token_ids", "bad_token_ids"):
             object.__setattr__(self, name, _as_tuple(getattr(self, name)))
         self._check_lists()
-        for name in ("max_new_tokens", "top_k", "seed"):  # numpy's integers become Python's
+        for name in ("max_new_tokens", "top_k", "seed", "min_tokens", "n"):  # numpy's integers become Python's
             value = getattr(self, name)
             object.__setattr__(self, name, value if value is None else int(value))
         object.__setattr__(self, "stop_token_ids", tuple(int(token) for token in self.stop_token_ids))
 
     def _check_integers(self) -> None:
-        if not _is_integer(self.max_new_tokens) or self.max_new_tokens < 1:
+        if not is_integer(self.max_new_tokens) or self.max_new_tokens < 1:
             raise UserError(f"max_new_tokens must be an integer of at least 1, not {self.max_new_tokens!r}")
-        if not _is_integer(self.top_k) or self.top_k < -1:
+        if not is_integer(self.top_k) or self.top_k < -1:
             raise UserError(f"top_k must be a positive integer, or 0 for no limit, not {self.top_k!r}")
-        if self.seed is not None and not _is_integer(self.seed):
+        if self.seed is not None and not is_integer(self.seed):
             raise UserError(f"seed must be an integer, not {self.seed!r}")
+        if not is_integer(self.min_tokens) or not 0 <= self.min_tokens <= self.max_new_tokens:
+            raise UserError(
+                f"min_tokens must be from 0 to max_new_tokens, which is {self.max_new_tokens}, not {self.min_tokens!r}"
+            )
+        if not is_integer(self.n) or not 1 <= self.n <= MAX_SAMPLES:
+            raise UserError(f"n must be an integer from 1 to {MAX_SAMPLES}, not {self.n!r}")
 
     def _check_numbers(self) -> None:
-        for name in ("temperature", "top_p", "min_p"):
+        for name in ("temperature", "top_p", "min_p", "repetition_penalty", *OPENAI_PENALTIES):
             value = getattr(self, name)
             if isinstance(value, bool) or not isinstance(value, Real):
                 raise UserError(f"{name} must be a number, not {value!r}")
@@ -67,15 +94,42 @@ class SamplingParams:
             raise UserError(f"top_p must be above 0 and at most 1, not {self.top_p!r}")
         if not 0 <= self.min_p <= 1:
             raise UserError(f"min_p must be from 0 to 1, not {self.min_p!r}")
+        if not 0 < self.repetition_penalty <= 10:
+            raise UserError(f"repetition_penalty must be above 0 and at most 10, not {self.repetition_penalty!r}")
+        for name in OPENAI_PENALTIES:
+            if not -2 <= getattr(self, name) <= 2:
+                raise UserError(f"{name} must be from -2 to 2, not {getattr(self, name)!r}")
+        if self.n > 1 and self.greedy:
+            raise UserError(f"n is {self.n}, and greedy decoding gives one output: set a temperature, or n to 1")
 
     def _check_lists(self) -> None:
+        if not isinstance(self.include_stop_str_in_output, bool):
+            raise UserError(f"include_stop_str_in_output must be true or false, not {self.include_stop_str_in_output}")
+        if self.logit_bias is not None:
+            self._check_bias(self.logit_bias)
         if not all(isinstance(text, str) and text for text in self.stop):
             raise UserError(f"stop must be texts of at least one character, not {list(self.stop)!r}")
-        bad = [token for token in self.stop_token_ids if not _is_integer(token) or token < 0]
+        bad = [token for token in self.stop_token_ids if not is_integer(token) or token < 0]
         if bad:
             raise UserError(f"stop_token_ids holds {bad[0]!r}, which is not a token id")
         if len(self.stop_token_ids) > MAX_STOP_IDS // 2:
             raise UserError(f"{len(self.stop_token_ids)} stop_token_ids are more than the {MAX_STOP_IDS // 2} allowed")
+
+    @staticmethod
+    def _check_bias(bias: Any) -> None:
+        if not isinstance(bias, Mapping):
+            raise UserError(f"logit_bias must map token ids to numbers, not be {bias!r:.60}")
+        for token, value in bias.items():
+            if isinstance(value, bool) or not isinstance(value, Real) or not -100 <= value <= 100:
+                raise UserError(f"logit_bias of token {token!r} must be a number from -100 to 100, not {value!r}")
+
+    def _check_allowed(self, allowed: Sequence[int]) -> None:
+        object.__setattr__(self, "allowed_token_ids", allowed)
+        left = set(allowed) - set(self.bad_token_ids)
+        if not left:
+            raise UserError("allowed_token_ids and bad_token_ids together leave no token that may come")
+        if self.min_tokens and left <= set(self.stop_token_ids):
+            raise UserError(f"min_tokens {self.min_tokens} forbids stop tokens, but allowed_token_ids leave no others")
 
 
 def _as_tuple(value: Any) -> tuple[Any, ...]:
@@ -85,5 +139,5 @@ def _as_tuple(value: Any) -> tuple[Any, ...]:
     return tuple(value) if isinstance(value, Iterable) and not isinstance(value, str) else (value,)
 
 
-def _is_integer(value: object) -> bool:
+def is_integer(value: object) -> bool:
     return isinstance(value, Integral) and not isinstance(value, bool)
