@@ -8,7 +8,9 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Protocol
+from typing import Any, Protocol
+
+import numpy as np
 
 
 @dataclass(frozen=True, slots=True)
@@ -16,13 +18,26 @@ class PrefillRow:
     """One slot's share of a prefill launch: `tokens` stand at positions start, start+1, …
 
     After the row `seq_len` is start + len(tokens). Rows before `start` are either from an earlier chunk or from shared
-    pages of a prefix hit, so the first row of a slot may have start > 0. `last` yields the next token.
+    pages of a prefix hit, so the first row of a slot may have start > 0. `last` yields the next token, one of those
+    that `allowed` (a row of a `Grammar`'s masks) allows. `after`: the prompt's token after these, if there is one.
     """
 
     slot: int
     tokens: Sequence[int]
     start: int
     last: bool
+    after: int = 0
+    allowed: Any = None
+
+
+@dataclass(slots=True)
+class TokenLogprobs:
+    """A token's log-probability and rank (1: the likeliest), and the likeliest tokens with theirs, falling."""
+
+    logprob: float
+    rank: int
+    top_ids: list[int]
+    top_logprobs: list[float]
 
 
 @dataclass(slots=True)  # not frozen: a frozen one takes four times as long to make, and there is one a row
@@ -32,10 +47,13 @@ class RowResult:
     Prefill: one token for a last chunk, none otherwise. Decode: accepted drafts, then the bonus, cut by stop ids and
     limit. A row that was finished before the launch has no tokens. `finish_reason` is "stop", "length", None, or
     "error" where the logits are not finite: then there may be no token, and the row's KV is not to be trusted.
+    logprobs: of each token, where the slot asked for it; prompt_logprobs: of the token after each one of the chunk.
     """
 
     tokens: list[int]
     finish_reason: str | None
+    logprobs: Sequence[TokenLogprobs] = ()
+    prompt_logprobs: Sequence[TokenLogprobs] = ()
 
 
 class Pending(Protocol):
@@ -43,6 +61,18 @@ class Pending(Protocol):
 
     def result(self) -> list[RowResult]:
         """Wait for the copy that the launch started; rows in the order of the launch."""
+        ...
+
+
+class Masked(Protocol):
+    """A round in flight whose tokens are chosen once the host has said which are allowed."""
+
+    def blocks(self) -> list[list[int]]:
+        """Wait for the drafts; for each row of the launch [bonus, drafts]."""
+        ...
+
+    def accept(self, allowed: Any) -> Pending:
+        """Go on with masks uint32 [rows, B, ⌈V / 32⌉], bit v of row k: token v may follow draft k."""
         ...
 
 
@@ -77,7 +107,8 @@ class Runner(Protocol):
         self,
         slot: int,
         *,
-        prompt_len: int,
+        prompt_ids: Sequence[int],
+        output_ids: Sequence[int],
         limit_tokens: int,
         pages: Sequence[int],
         stop_ids: Sequence[int],
@@ -85,7 +116,7 @@ class Runner(Protocol):
     ) -> None:
         """Initialise a slot, whatever it held before: its table is `pages`, then the padding page.
 
-        prompt_len: the request's own prompt; a resumed request prefills beyond it (the rest counts as output).
+        output_ids: what a resumed request has emitted; it prefills that, too.
         limit_tokens: prompt and output together; the token that reaches it ends the request with "length".
         """
         ...
@@ -106,6 +137,34 @@ class Runner(Protocol):
         """
         ...
 
+    def decode_masked(self, slots: Sequence[int], block_size: int) -> Masked:
+        """As `decode`, up to the choice of tokens."""
+        ...
+
     def finish(self, slots: Sequence[int]) -> None:
         """The host stopped these slots: their rows count as finished from the next launch on."""
+        ...
+
+
+class Grammar(Protocol):
+    """What one request's text may be, as bits over the V ids of the model's vocabulary; bit i of word w is id 32w + i.
+
+    Both methods raise RuntimeError where the grammar cannot be followed any further; only this request is to blame.
+    """
+
+    @property
+    def width(self) -> int:
+        """Words of a row: V / 32, rounded up."""
+        ...
+
+    def masks(self, drafts: Sequence[int]) -> np.ndarray:
+        """uint32 [len(drafts) + 1, width]: row k is what may come after the tokens so far and drafts[:k].
+
+        Rows after a draft that is not allowed allow every id. Once the text is complete only end-of-text ids are
+        allowed; where it may end they are allowed beside the others. The state stays as it was.
+        """
+        ...
+
+    def advance(self, tokens: Sequence[int]) -> None:
+        """These were emitted, the last of them perhaps an end-of-text id."""
         ...

@@ -1,0 +1,230 @@
+"""Which tokens may come next when a text must have a shape, by the library llguidance.
+
+A grammar of bytes is matched against the bytes of each token, so it does not matter how a text is cut into tokens.
+White space between the parts of JSON is at most one space: small models otherwise write spaces and new lines without
+end. A schema can choose for itself with the library's `"x-guidance": {"whitespace_pattern": …}`.
+"""
+
+from __future__ import annotations
+
+import importlib
+import json
+import threading
+from collections import OrderedDict
+from collections.abc import Sequence
+from typing import Any
+
+import numpy as np
+
+from dflash_jax.errors import UserError
+from dflash_jax.structured import StructuredOutputs
+from dflash_jax.text.tokenizer import Tokenizer
+
+KEPT = 128  # compiled grammars of one compiler
+JSON_OPTIONS = {"whitespace_pattern": "[ ]?"}
+WORD_BITS = 32
+
+
+class GrammarCompiler:
+    """Makes grammars for one tokenizer and one model.  Building it takes about a second; it may be used by threads.
+
+    vocab_size: V, the width of the model's logits, which may be more or fewer than the tokenizer's ids.
+    eos_token_ids: all that end a text.  UserError without the library, a tokenizer that it can read, or such an id.
+    """
+
+    def __init__(self, tokenizer: Tokenizer | None, vocab_size: int, eos_token_ids: Sequence[int]):
+        if tokenizer is None:
+            raise UserError("structured output needs a tokenizer, and the target comes without one")
+        eos = sorted({int(i) for i in eos_token_ids if 0 <= i < vocab_size})
+        if not eos:
+            raise UserError(
+                f"structured output needs an end-of-text id, and {tokenizer.source} has none"
+                f" among the target's {vocab_size} ids"
+            )
+        self._library = _library()
+        self._tokenizer = _read_tokenizer(self._library, tokenizer, vocab_size, eos)
+        self._bits = _Bits(vocab_size, self._tokenizer.vocab_size, eos)
+        self._pristine: OrderedDict[tuple[str, object], Any] = OrderedDict()
+        self._lock = threading.Lock()
+
+    def compile(self, asked: StructuredOutputs) -> Grammar:
+        """A grammar at its beginning; UserError with the library's reason where it cannot be used."""
+        key = asked.kind, asked.value
+        with self._lock:
+            if key not in self._pristine:
+                self._pristine[key] = self._matcher(asked)
+            self._pristine.move_to_end(key)
+            if len(self._pristine) > KEPT:
+                self._pristine.popitem(last=False)
+            return Grammar(self._pristine[key].deep_copy(), self._bits)
+
+    def _matcher(self, asked: StructuredOutputs) -> Any:
+        """A matcher that can begin."""
+        try:
+            text = _grammar_text(self._library, asked)
+            matcher = self._library.LLMatcher(self._tokenizer, text, log_level=0)
+        except ValueError as error:  # also for half a surrogate pair
+            raise _unusable(asked, str(error)) from error
+        if matcher.is_error():
+            raise _unusable(asked, matcher.get_error())
+        try:
+            Grammar(matcher, self._bits).masks(())
+        except RuntimeError as error:
+            raise _unusable(asked, str(error)) from error
+        return matcher
+
+
+class Grammar:
+    """Where one request stands in its grammar.  One thread at a time."""
+
+    def __init__(self, matcher: Any, bits: _Bits):
+        self._matcher = matcher
+        self._bits = bits
+        self._ended = False  # by an end-of-text id; `ignore_eos` may ask for more of them
+        self._num_tokens = 0
+
+    @property
+    def width(self) -> int:
+        """Words of a mask: V / 32, rounded up."""
+        return self._bits.width
+
+    def masks(self, drafts: Sequence[int]) -> np.ndarray:
+        """uint32 [len(drafts) + 1, width]: row k allows what may come after drafts[:k]; bit i of word w is id 32w + i.
+
+        Rows after a draft that is not allowed allow all V ids.  The state stays as it was.  RuntimeError where nothing
+        may come now, because the vocabulary lacks it or the grammar became too complex for the library.
+        """
+        rows = np.tile(self._bits.real, (len(drafts) + 1, 1))
+        ended, taken = self._ended, 0
+        for k, row in enumerate(rows):
+            self._fill(row, ended)
+            if k == len(drafts) or not _holds(row, int(drafts[k])):
+                break
+            ended = ended or int(drafts[k]) in self._bits.eos_ids
+            if not ended:
+                taken += self._matcher.try_consume_tokens([int(drafts[k])])
+                self._check(taken == k + 1, f"draft {drafts[k]} was allowed and then refused")
+        self._check(self._matcher.rollback(taken), "drafts could not be taken back")
+        self._check(bool(rows[0].any()), "no token of the vocabulary may come now")
+        return rows
+
+    def advance(self, tokens: Sequence[int]) -> None:
+        """Take what was emitted, perhaps with an end-of-text id at the end; RuntimeError for what is not allowed."""
+        for token in tokens:
+            self._check(self._take(int(token)), f"token {token} is not allowed")
+            self._num_tokens += 1
+
+    def _take(self, token: int) -> bool:
+        if token in self._bits.eos_ids:
+            self._ended = self._ended or self._matcher.is_accepting()
+            return self._ended
+        if self._ended or not 0 <= token < self._bits.vocab_size:
+            return False
+        return self._matcher.try_consume_tokens([token]) == 1
+
+    def _fill(self, row: np.ndarray, ended: bool) -> None:
+        """The end-of-text ids are the text's end only, also where the vocabulary has them as ordinary text."""
+        row[:] = 0 if ended else self._bits.of(self._matcher)
+        if ended or self._matcher.is_accepting():
+            row |= self._bits.eos
+
+    def _check(self, fine: bool, problem: str) -> None:
+        """The library's own reason comes first: after an error it refuses everything."""
+        if not fine or self._matcher.is_error():
+            reason = _reason(self._matcher.get_error()) or problem
+            raise RuntimeError(f"structured output after {self._num_tokens} tokens: {reason}")
+
+
+class _Bits:
+    """Sets of ids as rows of words.  real: ids below V; text: those that are no end-of-text ids."""
+
+    def __init__(self, vocab_size: int, library_ids: int, eos_ids: Sequence[int]):
+        self.vocab_size = vocab_size
+        self.width = -(-vocab_size // WORD_BITS)
+        self.eos_ids = frozenset(eos_ids)
+        self.real = _row(range(vocab_size), self.width)
+        self.eos = _row(eos_ids, self.width)
+        self.text = self.real & ~self.eos
+        self._fill = importlib.import_module("llguidance.numpy").fill_next_token_bitmask
+        self._library_words = -(-library_ids // WORD_BITS)
+
+    def of(self, matcher: Any) -> np.ndarray:
+        """uint32 [width]: ids of text that the matcher allows now."""
+        words = np.zeros((1, self._library_words), np.int32)
+        self._fill(matcher, words)
+        return words.view(np.uint32)[0, : self.width] & self.text
+
+
+def _row(ids: Sequence[int], width: int) -> np.ndarray:
+    flags = np.zeros(width * WORD_BITS, bool)
+    flags[list(ids)] = True
+    return np.packbits(flags, bitorder="little").view("<u4").astype(np.uint32)
+
+
+def _holds(row: np.ndarray, token: int) -> bool:
+    word, bit = divmod(token, WORD_BITS)
+    return 0 <= word < len(row) and bool(int(row[word]) >> bit & 1)
+
+
+# -- the library -------------------------------------------------------------------------------------------------------
+
+
+def _library() -> Any:
+    try:
+        return importlib.import_module("llguidance")
+    except ModuleNotFoundError as error:
+        if error.name != "llguidance":
+            raise
+        raise UserError(
+            "structured output needs the package llguidance: pip install 'dflash-jax[structured]'"
+        ) from error
+
+
+def _read_tokenizer(library: Any, tokenizer: Tokenizer, vocab_size: int, eos_ids: Sequence[int]) -> Any:
+    """The library's own tables over the tokenizer; ids that only the model has are never allowed."""
+    fields = json.loads(tokenizer.backend.to_str())
+    for added in fields["added_tokens"]:
+        added["special"] = True  # so that the library never takes them for text
+    ids = max(vocab_size, tokenizer.vocab_size)
+    try:
+        return library.LLTokenizer(json.dumps(fields), n_vocab=ids, eos_token=list(eos_ids), slices=_slices())
+    except ValueError as error:
+        raise UserError(
+            f"structured output cannot be had with the tokenizer of {tokenizer.source}: {_reason(str(error))}"
+        ) from error
+
+
+def _slices() -> list[str]:
+    """Texts whose tokens the library allows in one go where a grammar allows all such texts.
+
+    Strings of bounded length are what masks cost most in; with these it is 15 to 60 µs a mask for SmolLM2's 49,152 ids
+    where the library's default takes 200 and more.
+    """
+    ascii_text, text = r"[ !#-\[\]-~]", r"[^\"\\\x00-\x1F\x7F]"
+    ascii_sizes = [f"{ascii_text}{{1,{size}}}" for size in (2, 4, 6, 8, 12, 16, 24, 32)]
+    return [*ascii_sizes, f"{ascii_text}+", f"{text}{{1,4}}", f"{text}{{1,12}}", f"{text}+"]
+
+
+def _grammar_text(library: Any, asked: StructuredOutputs) -> str:
+    """What the library compiles."""
+    kind, value = asked.kind, asked.value
+    if kind == "json":
+        return library.LLMatcher.grammar_from_json_schema(value, defaults=JSON_OPTIONS)
+    if kind == "json_object":
+        return library.LLMatcher.grammar_from_json_schema({"type": "object"}, defaults=JSON_OPTIONS)
+    if kind == "choice":
+        return library.grammar_from("choice", json.dumps(value))
+    if kind == "grammar" and value.lstrip().startswith("{"):
+        return value
+    return library.grammar_from(kind, value)
+
+
+def _unusable(asked: StructuredOutputs, message: str) -> UserError:
+    return UserError(f"structured output: {asked.kind} {asked.value!r:.60} cannot be used: {_reason(message)}")
+
+
+def _reason(message: str) -> str:
+    """The sentence in a report of the library, which may show the place in the text and its own state as well."""
+    lines = [line.strip() for line in message.splitlines()]
+    errors = [line.removeprefix("error: ") for line in lines if line.startswith("error: ")]
+    return " ".join(errors or lines[:1])[:300]
