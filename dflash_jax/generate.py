@@ -47,6 +47,9 @@ class Parser(argparse.ArgumentParser):
     def error(self, message: str) -> NoReturn:
         raise UserError(f"{message} (--help lists the options)")
 
+    def print_help(self, file: Any = None) -> None:
+        write(self.format_help())
+
 
 def make_parser() -> argparse.ArgumentParser:
     p = Parser(
@@ -174,7 +177,7 @@ def load_llm(args: argparse.Namespace) -> LLM:
     names = ("block_size", "speculation", "dtype", "max_model_len", "kernels", "max_running_requests", "kv_cache_bytes",
              "overlap", "weights_cache")  # fmt: skip
     options = {name: getattr(args, name) for name in names if getattr(args, name) is not None}
-    bars = not args.quiet and sys.stderr.isatty()  # elsewhere, bars are a flood of lines
+    bars = not args.quiet and sys.stderr is not None and sys.stderr.isatty()  # elsewhere, bars are a flood of lines
     return LLM(args.target, args.draft, platform=args.platform, progress=bars, **options)
 
 
@@ -241,6 +244,18 @@ def write(text: str) -> None:
         raise UserError(f"cannot write to stdout: {error.strerror}") from error
 
 
+def say(text: str) -> None:
+    """A line on stderr.  Where that is closed or full there is nobody to tell, and it ends nothing."""
+    if sys.stderr is None:  # print would turn to stdout
+        return
+    try:
+        print(text, file=sys.stderr, flush=True)
+    except BrokenPipeError:
+        raise
+    except OSError:
+        return
+
+
 def leave_stdout() -> None:
     """Point stdout elsewhere, so that Python's own flush at exit does not fail again."""
     os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
@@ -271,10 +286,10 @@ def run(args: argparse.Namespace) -> int:
     compile_s = llm.engine.compile_s - compiled_s
     took_s = time.perf_counter() - before_s - compile_s
     if not args.quiet:
-        print(summary([job.output() for job in jobs], took_s, compile_s), file=sys.stderr)
+        say(summary([job.output() for job in jobs], took_s, compile_s))
     for job in jobs:
         if job.error:
-            print(f"error: {job.error}", file=sys.stderr)
+            say(f"error: {job.error}")
             code = code or EXIT_USER_ERROR
     return code
 
@@ -311,7 +326,7 @@ def main(argv: Sequence[str] | None = None) -> int:
             configure_stdout(errors="backslashreplace", encoding="utf-8")  # half a surrogate becomes a JSON escape
         return run(args)
     except UserError as error:
-        print(f"error: {error}", file=sys.stderr)
+        say(f"error: {error}")
         return EXIT_USER_ERROR
     except KeyboardInterrupt as error:
         return signal_code(error)
@@ -328,7 +343,12 @@ def configure_logging(quiet: bool) -> None:
 
 
 def configure_stdout(errors: str, encoding: str | None = None) -> None:
-    """JSON is UTF-8 whatever the terminal; text gets question marks where the terminal cannot show it."""
+    """JSON is UTF-8 whatever the terminal; text gets question marks where the terminal cannot show it.
+
+    UserError if there is no stdout: no model needs to be loaded to find that out.
+    """
+    if sys.stdout is None:
+        raise UserError("stdout is closed, and the output has nowhere else to go")
     if isinstance(sys.stdout, io.TextIOWrapper):
         sys.stdout.reconfigure(errors=errors, encoding=encoding)
 

@@ -44,13 +44,16 @@ def read_prompts_file(name: str) -> list[Named]:
 
 
 def _read(name: str) -> str:
+    if name == "-" and sys.stdin is None:
+        raise UserError("cannot read --prompts-file -: stdin is closed")
     try:
         if name == "-":
             return sys.stdin.buffer.read().decode("utf-8-sig")
         with open(name, encoding="utf-8-sig", newline="") as file:
             return file.read()
     except OSError as error:
-        raise UserError(f"cannot read --prompts-file {name}: {error.strerror}") from error
+        shown = name or "''"
+        raise UserError(f"cannot read --prompts-file {shown}: {error.strerror}") from error
     except UnicodeDecodeError as error:
         raise UserError(f"--prompts-file {name} is not UTF-8 text: {error}") from error
 

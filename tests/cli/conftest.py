@@ -64,11 +64,11 @@ def reuse_models(target: str | None, draft: str | None, *, platform: str | None,
 
 @pytest.fixture
 def cli(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> Iterator[Cli]:
-    """`cli(*argv, stdin="")` runs `main` in this process."""
+    """`cli(*argv, stdin=b"")` runs `main` in this process; stdin=None: it is closed."""
     monkeypatch.setattr(dflash_jax.llm, "LLM", reuse_models)
 
-    def run(*argv: object, stdin: bytes = b"") -> Result:
-        monkeypatch.setattr(sys, "stdin", io.TextIOWrapper(io.BytesIO(stdin)))
+    def run(*argv: object, stdin: bytes | None = b"") -> Result:
+        monkeypatch.setattr(sys, "stdin", None if stdin is None else io.TextIOWrapper(io.BytesIO(stdin)))
         capsys.readouterr()
         code = main([str(word) for word in argv])
         captured = capsys.readouterr()
