@@ -6,6 +6,7 @@ import collections
 import gc
 import os
 import re
+import signal
 from collections.abc import Callable, Generator, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager
 from pathlib import Path
@@ -34,6 +35,7 @@ def _strict_environment() -> None:
 
 
 _strict_environment()
+signal.signal(signal.SIGINT, signal.default_int_handler)  # a shell that runs this in the background has it ignored
 
 # Deterministic on a slow shared machine: no deadline, and the same examples every run.
 hypothesis.settings.register_profile(
