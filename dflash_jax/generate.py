@@ -19,7 +19,7 @@ from types import FrameType
 from typing import TYPE_CHECKING, Any, NoReturn
 
 from dflash_jax.errors import UserError
-from dflash_jax.text.prompts import Named, check_text, parse_ids, read_prompts_file
+from dflash_jax.text.prompts import Named, check_text, parse_ids, read_prompts_file, shortened
 
 if TYPE_CHECKING:
     from dflash_jax.llm import LLM, Job, RequestOutput
@@ -45,7 +45,7 @@ class Parser(argparse.ArgumentParser):
     """argparse's usage errors in the form of all others: one sentence, exit code 2."""
 
     def error(self, message: str) -> NoReturn:
-        raise UserError(f"{message} (--help lists the options)")
+        raise UserError(f"{shortened(message, 200)} (--help lists the options)")
 
     def print_help(self, file: Any = None) -> None:
         write(self.format_help())
@@ -93,6 +93,8 @@ def add_sampling(group: argparse._ArgumentGroup) -> None:
     group.add_argument("--seed", type=int, metavar="N", help="same seed, same tokens (default: a random one, reported)")
     group.add_argument("--stop", action="append", metavar="TEXT", help="text that ends the output and is cut from it;"
                        " may be repeated")  # fmt: skip
+    group.add_argument("--stop-token-ids", metavar="1,2,3", help="token ids that end the output as the model's own"
+                       " end-of-text tokens do")  # fmt: skip
     group.add_argument("--ignore-eos", action="store_true", default=None, help="go on after end-of-text tokens")
 
 
@@ -164,6 +166,8 @@ def sampling_params(args: argparse.Namespace) -> SamplingParams:
 
     names = [field.name for field in dataclasses.fields(SamplingParams)]
     given = {name: value for name in names if (value := getattr(args, name, None)) is not None}
+    if args.stop_token_ids is not None:
+        given["stop_token_ids"] = parse_ids(args.stop_token_ids, "--stop-token-ids")
     params = SamplingParams(**given)
     idle = [f"--{name.replace('_', '-')}" for name in ("top_p", "top_k", "min_p", "seed") if name in given]
     if params.temperature == 0 and idle:

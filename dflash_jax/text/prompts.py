@@ -23,12 +23,21 @@ def check_text(name: str, text: str) -> None:
         raise UserError(f"{name} is not valid Unicode: it has half of a surrogate pair, {half}") from error
 
 
-def parse_ids(text: str) -> list[int]:
+def parse_ids(text: str, option: str = "--prompt-ids") -> list[int]:
     """Token ids separated by commas."""
     try:
-        return [int(part) for part in text.split(",")]
-    except ValueError:
-        raise UserError(f"--prompt-ids must be integers separated by commas, not {text!r}") from None
+        ids = [int(part) for part in text.split(",")]
+    except ValueError:  # Python's limit of 4300 digits included
+        raise UserError(f"{option} must be integers separated by commas, not {shortened(repr(text))}") from None
+    check_sizes(option, ids)
+    return ids
+
+
+def check_sizes(name: str, ids: list[int]) -> None:
+    """UserError for a number that no vocabulary reaches: later messages repeat whole numbers."""
+    for token in ids:
+        if abs(token) >= 2**63:
+            raise UserError(f"{name} holds {shortened(str(token))}, which is not a token id")
 
 
 def read_prompts_file(name: str) -> list[Named]:
@@ -60,19 +69,25 @@ def _read(name: str) -> str:
 
 def parse_line(line: str, label: str) -> Any:
     """Plain text, or the prompt of a JSON string or object.  UserError names the line by its `label`."""
-    if line[0] not in '{"':
+    if line[0] not in '{["':
         return line
     try:
         value = json.loads(line)
     except (ValueError, RecursionError) as error:
-        if line[0] == '"':
-            return line  # a line of plain text that begins with a quotation mark
-        raise UserError(f"{label} begins like a JSON object but is not valid JSON: {_shortened(line)}") from error
+        if line[0] != "{":
+            return line  # a line of plain text that begins with a quotation mark or a bracket
+        raise UserError(f"{label} begins like a JSON object but is not valid JSON: {shortened(line)}") from error
     if isinstance(value, str):
         return value
+    if isinstance(value, list):
+        key = "messages" if value and isinstance(value[0], dict) else "prompt"
+        raise UserError(f'{label} is a JSON array: write {{"{key}": {shortened(json.dumps(value))}}}')
     keys = [key for key in ("prompt", "messages") if key in value]
+    given = shortened(", ".join(value)) or "none"
     if len(keys) != 1:
-        raise UserError(f"{label} must have one of the keys prompt and messages, and has {', '.join(value) or 'none'}")
+        raise UserError(f"{label} must have one of the keys prompt and messages, and has {given}")
+    if len(value) > 1:
+        raise UserError(f"{label} may have the key prompt or the key messages and no other, and has {given}")
     return _checked(value[keys[0]], keys[0], label)
 
 
@@ -82,10 +97,13 @@ def _checked(value: Any, key: str, label: str) -> Any:
         return value
     kind = int if key == "prompt" else dict
     if isinstance(value, list) and value and all(type(item) is kind for item in value):
+        if kind is int:
+            check_sizes(label, value)
         return value
     wanted = "text or a list of token ids" if key == "prompt" else "a list of message objects"
-    raise UserError(f"{label}: {key} must be {wanted}, not {_shortened(json.dumps(value))}")
+    raise UserError(f"{label}: {key} must be {wanted}, not {shortened(json.dumps(value))}")
 
 
-def _shortened(text: str) -> str:
-    return text if len(text) <= 60 else text[:59] + "…"
+def shortened(text: str, longest: int = 60) -> str:
+    """The text with at most so many characters, for messages."""
+    return text if len(text) <= longest else text[: longest - 1] + "…"

@@ -94,6 +94,12 @@ def test_stop_and_ignore_eos(cli: Cli, pair: list[str]) -> None:
         assert (ends["finish_reason"] == "stop") == (ends["token_ids"][-1] == 2) == (len(ends["token_ids"]) < 60)
 
 
+def test_stop_token_ids_without_a_tokenizer(cli: Cli) -> None:
+    bare = ["--target", PAIR / "target", "--draft", PAIR / "draft", *known(40), "--json"]
+    [found] = cli(*bare, "--stop-token-ids", "70, 34").objects
+    assert (found["token_ids"], found["finish_reason"]) == ([1, 54, 15, 56, 34], "stop")
+
+
 # -- sampling ----------------------------------------------------------------------------------------------------------
 
 
