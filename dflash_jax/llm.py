@@ -12,6 +12,7 @@ import jax
 from tqdm import tqdm
 
 from dflash_jax.demo import demo_draft_path, demo_target_path
+from dflash_jax.drafters.registry import check_unused
 from dflash_jax.engine.engine import Engine, check_ids
 from dflash_jax.engine.loop import Update
 from dflash_jax.engine.request import Request
@@ -20,6 +21,7 @@ from dflash_jax.errors import UserError
 from dflash_jax.sampling import SamplingParams, is_integer
 from dflash_jax.text import Tokenizer, encode_chat, load_tokenizer
 from dflash_jax.text.stream import TextStream
+from dflash_jax.weights import open_target
 
 log = logging.getLogger("dflash_jax")
 
@@ -187,8 +189,10 @@ class LLM:
         self, target: str | None = None, draft: str | None = None, *, platform: str | None = None, **options: Any
     ):
         use_platform(platform)
-        target, draft = choose_pair(target, draft)
-        self.engine = Engine(make_settings(target, draft, options))
+        settings = make_settings(*choose_pair(target, draft), options)
+        if settings.speculation == "never":  # the engine will not look at it
+            check_unused(settings.draft, open_target(settings.target).config)
+        self.engine = Engine(settings)
         self.tokenizer = load_tokenizer(self.engine.loaded.checkpoint.path)
         eos = self.tokenizer.eos_token_ids if self.tokenizer else ()
         self.eos_token_ids = tuple(dict.fromkeys((*self.engine.loaded.config.eos_token_ids, *eos)))
@@ -264,7 +268,8 @@ class LLM:
 
     def _job(self, name: str, prompt: Prompt, params: SamplingParams) -> Job:
         if params.stop and self.tokenizer is None:
-            raise UserError(f"target {self.target} has no tokenizer, so stop texts cannot be found: use stop_token_ids")
+            raise UserError(f"target {self.target} has no tokenizer, so stop texts cannot be found: use stop_token_ids"
+                            " (--stop-token-ids)")  # fmt: skip
         try:
             ids = self.encode(prompt)
         except UserError as error:
@@ -344,6 +349,9 @@ def make_settings(target: str, draft: str, options: Mapping[str, Any]) -> Engine
 
 def choose_pair(target: str | None, draft: str | None) -> tuple[str, str]:
     """Target and draft to open: without a target the demo pair, without a draft plain decoding."""
+    for name, given in (("target", target), ("draft", draft)):
+        if given is not None and not str(given).strip():
+            raise UserError(f"{name} is empty: name one, or leave the option out for the default")
     if target is None:
         target = str(demo_target_path(progress=log.isEnabledFor(logging.WARNING)))
         if draft is None:

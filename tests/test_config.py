@@ -166,6 +166,8 @@ def test_causality_follows_layer_types_unless_the_config_says_otherwise():
         ({"target_layer_ids": []}, {}, r"target_layer_ids \[\] must name layers"),
         ({"target_layer_ids": 3}, {}, "target_layer_ids must be a list of integers, not 3"),
         ({"block_size": 1}, {}, "block_size must be an integer of at least 2, not 1"),
+        ({"block_size": 257}, {}, "block_size 257 is more than the 256 rows a block may have"),
+        ({"block_size": None}, {"block_size": 1000000}, "block_size 1000000 is more than the 256 rows"),
         ({"block_sise": 8}, {}, "dflash_config has unknown keys block_sise"),
         ({"final_logit_softcapping": "x"}, {}, "final_logit_softcapping must be a number, not 'x'"),
         ({"conv_group_size": 24}, {}, "hidden_size 64 is not a multiple of conv_group_size 24"),

@@ -12,6 +12,7 @@ from dflash_jax.config.target import TargetConfig, Window, check_heads, layer_ty
 from dflash_jax.errors import UserError
 
 ARCHITECTURES = {"DFlashDraftModel": 1, "DFlash2DraftModel": 2}
+MAX_BLOCK_SIZE = 256  # rows; a round's work and memory grow with them, and published drafts have 8 to 16
 # Every key this reader gives a meaning; anything else inside `dflash_config` would be silently dropped.
 DFLASH_KEYS = frozenset({
     "block_size", "target_layer_ids", "mask_token_id", "num_target_layers", "is_causal", "input_embedding_scale",
@@ -102,7 +103,7 @@ def read_draft(where: str, config: Mapping[str, Any], target: TargetConfig) -> D
         rms_norm_eps=reader.number("rms_norm_eps", 1e-6, low=0),
         rope=read_rope(where, config, reader.integer("max_position_embeddings", 32768)),
         taps=_taps(reader, target, layers),
-        block_size=reader.integer("block_size", 16, low=2),
+        block_size=_block_size(reader),
         mask_token_id=_mask_id(reader, target),
         windows=tuple(window if kind == "sliding_attention" else None for kind in types),
         causal=_causal(reader, types),
@@ -124,6 +125,13 @@ def _version(reader: Reader) -> int:
             return ARCHITECTURES[name]
     found, known = ", ".join(names) or "(none)", ", ".join(ARCHITECTURES)
     raise UserError(f"{reader.where}: architecture {found} is not a draft that this version knows (known: {known})")
+
+
+def _block_size(reader: Reader) -> int:
+    size = reader.integer("block_size", 16, low=2)
+    if size > MAX_BLOCK_SIZE:
+        raise UserError(f"{reader.where}: block_size {size} is more than the {MAX_BLOCK_SIZE} rows a block may have")
+    return size
 
 
 def default_taps(num_target_layers: int, num_draft_layers: int) -> tuple[int, ...]:

@@ -16,6 +16,7 @@ from typing import Any
 from jax.sharding import Mesh
 
 from dflash_jax.config import TargetConfig
+from dflash_jax.config.draft import MAX_BLOCK_SIZE
 from dflash_jax.drafters.dflash import DFlashDrafter
 from dflash_jax.drafters.ngram import NgramDrafter
 from dflash_jax.drafters.none import NoDrafter
@@ -97,6 +98,15 @@ def find_factory(draft: str) -> tuple[str, str, DrafterFactory]:
     return "dflash", draft, _factories["dflash"]
 
 
+def check_unused(draft: str, target: TargetConfig) -> None:
+    """UserError for a draft that could not be had, as far as that shows without reading weights."""
+    name, argument, _ = find_factory(draft)
+    if name == "dflash" and argument:
+        open_draft(argument, target)
+    elif name == "ngram":
+        ngram_sizes(argument)
+
+
 def _installed(name: str) -> DrafterFactory | None:
     """The factory that an installed package offers under this name."""
     for entry in importlib.metadata.entry_points(group=ENTRY_POINTS, name=name):
@@ -119,12 +129,16 @@ def _problems(drafter: Drafter, target: TargetConfig) -> list[str]:
     needs, taps = drafter.capabilities, tuple(drafter.taps)
     checks = [
         (isinstance(needs, Capabilities), f"capabilities are {needs!r:.80}"),
-        (type(drafter.max_block) is int and drafter.max_block >= 1, f"max_block is {drafter.max_block!r}"),
+        (_is_block(drafter.max_block), f"max_block {drafter.max_block!r:.80} is not one of 1 … {MAX_BLOCK_SIZE}"),
         (0 <= drafter.mask_id < target.vocab_size, f"mask_id {drafter.mask_id} is outside 0 … {target.vocab_size - 1}"),
         (all(0 <= tap < target.num_layers for tap in taps), f"taps {taps} are outside 0 … {target.num_layers - 1}"),
         (getattr(needs, "needs_hidden", None) == bool(taps), f"needs_hidden and taps {taps} contradict each other"),
     ]
     return [problem for holds, problem in checks if not holds]
+
+
+def _is_block(rows: object) -> bool:
+    return type(rows) is int and 1 <= rows <= MAX_BLOCK_SIZE
 
 
 def check_block_size(asked: int | None, largest: int, name: str) -> None:
@@ -160,12 +174,19 @@ def make_dflash(context: DraftContext) -> tuple[Drafter, Params]:
 
 def make_ngram(context: DraftContext) -> tuple[Drafter, Params]:
     """`ngram`, `ngram:MAX` or `ngram:MAX,MIN`: prompt look-up with these prompt_lookup_max and _min, in tokens."""
-    given = context.argument.split(",") if context.argument else []
+    longest, shortest = ngram_sizes(context.argument)
+    check_block_size(context.block_size, MAX_BLOCK_SIZE, "ngram")
+    return NgramDrafter(context.block_size or 8, longest, shortest), None
+
+
+def ngram_sizes(argument: str) -> tuple[int, int]:
+    """(prompt_lookup_max, prompt_lookup_min) out of `MAX,MIN`, either of which may be missing."""
+    given = argument.split(",") if argument else []
     sizes = [int(text) if text.strip().isdecimal() else 0 for text in given]
     longest, shortest = [*sizes, *(4, 1)[len(sizes) :]][:2]
     if len(sizes) > 2 or not 1 <= shortest <= longest <= 16:
-        raise UserError(f"draft 'ngram:{context.argument}' is not ngram:MAX or ngram:MAX,MIN with 1 ≤ MIN ≤ MAX ≤ 16")
-    return NgramDrafter(context.block_size or 8, longest, shortest), None
+        raise UserError(f"draft 'ngram:{argument}' is not ngram:MAX or ngram:MAX,MIN with 1 ≤ MIN ≤ MAX ≤ 16")
+    return longest, shortest
 
 
 register_drafter("none", make_none)

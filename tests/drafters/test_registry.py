@@ -82,6 +82,7 @@ def test_a_folder_is_a_dflash_draft(context):
         ("./medusa", None, "./medusa: no such file or folder"),
         (DRAFT, 9, "block_size 9 is outside 2 … 4, the block size that the draft was trained for"),
         (DRAFT, 1, "block_size 1 is outside 2 … 4"),
+        ("ngram", 1000000, "block_size 1000000 is outside 2 … 256 of draft 'ngram'"),
     ],
 )
 def test_what_is_refused(context, monkeypatch, draft, block_size, message):
@@ -164,7 +165,8 @@ def test_installed_packages_bring_drafters(context, tmp_path, monkeypatch):
     ("made", "message"),
     [
         ("a string", "its factory made 'a string', which is not a hashable Drafter"),
-        (Odd(max_block=0), "max_block is 0"),
+        (Odd(max_block=0), "max_block 0 is not one of 1 … 256"),
+        (Odd(max_block=257), "max_block 257 is not one of 1 … 256"),
         (Odd(mask_id=71), "mask_id 71 is outside 0 … 70"),
         (Odd(taps=(7,), capabilities=Capabilities(needs_hidden=True)), r"taps \(7,\) are outside 0 … 6"),
         (Odd(taps=(1,)), r"needs_hidden and taps \(1,\) contradict each other"),
