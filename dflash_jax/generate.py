@@ -93,6 +93,10 @@ def add_sampling(group: argparse._ArgumentGroup) -> None:
     group.add_argument("--seed", type=int, metavar="N", help="same seed, same tokens (default: a random one, reported)")
     group.add_argument("--stop", action="append", metavar="TEXT", help="text that ends the output and is cut from it;"
                        " may be repeated")  # fmt: skip
+    group.add_argument("--include-stop-str-in-output", action="store_true", default=None, help="keep the text that"
+                       " ended the output")  # fmt: skip
+    group.add_argument("--min-tokens", type=int, metavar="N", help="before so many nothing but the context's end stops"
+                       " (default: 0)")  # fmt: skip
     group.add_argument("--stop-token-ids", metavar="1,2,3", help="token ids that end the output as the model's own"
                        " end-of-text tokens do")  # fmt: skip
     group.add_argument("--ignore-eos", action="store_true", default=None, help="go on after end-of-text tokens")

@@ -35,9 +35,9 @@ class RequestOutput:
     """What became of one prompt.
 
     token_ids: generated ones, with the stop token that ended them.  text: theirs, without that token and without the
-    stop text; None when the target has no tokenizer.  finish_reason: "stop", "length" or "abort" (`error` says why,
-    when the model is to blame).  accept_lengths: tokens committed by each round, bonus included; the first token comes
-    from prefill and is in no round.  cached_tokens: prompt tokens found in the prefix cache.  seed: what the noise was
+    stop text (unless include_stop_str_in_output); None when the target has no tokenizer.  finish_reason: "stop",
+    "length" or "abort" (`error` says why, when the model is to blame).  accept_lengths: tokens committed by each round,
+    bonus included; the first token comes from prefill and is in no round.  cached_tokens: prompt tokens found in the prefix cache.  seed: what the noise was
     drawn with, None for greedy decoding.  Seconds:
     time_to_first_token_s counts from submission and includes compiling, decode_s (all tokens but the first) does not.
     """
@@ -85,7 +85,7 @@ class Job:
         self.prompt = prompt
         self.ids = ids
         self.params = params
-        self.stream = TextStream(llm.tokenizer, params.stop) if llm.tokenizer else None
+        self.stream = make_stream(llm.tokenizer, params) if llm.tokenizer else None
         self.request: Request | None = None
         self._engine = llm.engine
         self._shown = 0
@@ -114,8 +114,8 @@ class Job:
         self._compile_s = [*self._compile_s[:1], self._engine.compile_s]
         if self.stream is None:
             return False
-        ends_by_token = request.finish_reason == "stop"  # by its last one, which is no part of the text
-        used = self.stream.add(tokens[:-1] if ends_by_token else tokens)
+        by_token = request.finish_reason == "stop"  # its last one, which is no part of the text
+        used = self.stream.add(tokens[:-1] if by_token and not self.params.include_stop_str_in_output else tokens)
         if used is not None:
             request.drop_tail(len(tokens) - used)
         elif request.finished:
@@ -172,6 +172,12 @@ class Job:
     def _decode_s(self, wall_s: float) -> float:
         compiling_s = self._compile_s[-1] - self._compile_s[0] if self._compile_s else 0.0
         return max(wall_s - compiling_s, 0.0)
+
+
+def make_stream(tokenizer: Tokenizer, params: SamplingParams) -> TextStream:
+    return TextStream(
+        tokenizer, params.stop, include_stop=params.include_stop_str_in_output, min_tokens=params.min_tokens
+    )
 
 
 class LLM:

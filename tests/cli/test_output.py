@@ -94,6 +94,14 @@ def test_stop_and_ignore_eos(cli: Cli, pair: list[str]) -> None:
         assert (ends["finish_reason"] == "stop") == (ends["token_ids"][-1] == 2) == (len(ends["token_ids"]) < 60)
 
 
+def test_what_ends_the_output_may_be_kept_and_may_have_to_wait(cli: Cli, pair: list[str]) -> None:
+    words = [*pair, *known(40), "--stop", "b你xay", "--json"]
+    [kept] = cli(*words, "--include-stop-str-in-output").objects
+    assert (kept["text"], kept["token_ids"]) == (START + "你xay", known_case().token_ids[:12])
+    [later] = cli(*words, "--min-tokens", 12).objects
+    assert (later["text"], later["token_ids"]) == (START + PERIOD[:-1], known_case().token_ids[:21])
+
+
 def test_stop_token_ids_without_a_tokenizer(cli: Cli) -> None:
     bare = ["--target", PAIR / "target", "--draft", PAIR / "draft", *known(40), "--json"]
     [found] = cli(*bare, "--stop-token-ids", "70, 34").objects

@@ -27,14 +27,18 @@ def any_llm(request: pytest.FixtureRequest, text_target: Path) -> LLM:
     return open_llm(text_target, draft, **options.get(request.param, {}))
 
 
-def first_completion(llm: LLM, token_ids: list[int], stops: list[str]) -> tuple[int, str] | None:
-    """By decoding every prefix anew: after how many tokens a stop text is there, and the text before it."""
+def first_completion(
+    llm: LLM, token_ids: list[int], stops: list[str], keep: bool = False, min_tokens: int = 0
+) -> tuple[int, str] | None:
+    """By decoding every prefix anew: after how many tokens a stop text is there, and the text before it or up to it."""
     assert llm.tokenizer
-    for count in range(1, len(token_ids) + 1):
+    known = len(llm.tokenizer.decode(token_ids[:min_tokens]).rstrip("\ufffd"))
+    for count in range(min_tokens + 1, len(token_ids) + 1):
         text = llm.tokenizer.decode(token_ids[:count])
-        found = [text.index(stop) for stop in stops if stop in text]
+        places = [(at, at + len(stop)) for stop in stops for at in range(len(text)) if text.startswith(stop, at)]
+        found = sorted(place for place in places if place[1] > known)
         if found:
-            return count, text[: min(found)]
+            return count, text[: found[0][keep]]
     return None
 
 
@@ -162,6 +166,44 @@ def test_stop_texts(any_llm: LLM, stops: list[str]) -> None:
         assert expected is not None
         assert (len(out.token_ids), out.text) == expected
         assert (out.token_ids, out.finish_reason) == (whole[: expected[0]], "stop")
+
+
+@pytest.mark.parametrize("min_tokens", [0, 2, 12, 19, 39])
+@pytest.mark.parametrize("stops", STOPS, ids=["+".join(stops) for stops in STOPS])
+def test_stop_texts_after_the_first_tokens_and_kept(any_llm: LLM, stops: list[str], min_tokens: int) -> None:
+    """`min_tokens` of blocks 1, 5 and 12 end inside blocks and between them."""
+    whole = known_case().token_ids
+    for keep in (False, True):
+        expected = first_completion(any_llm, whole, stops, keep, min_tokens)
+        out = generate_one(any_llm, known_prompt(), max_new_tokens=40, stop=stops, min_tokens=min_tokens,
+                           include_stop_str_in_output=keep)  # fmt: skip
+        if expected is None:
+            assert (len(out.token_ids), out.finish_reason) == (40, "length")
+        else:
+            assert (len(out.token_ids), out.text, out.finish_reason) == (*expected, "stop")
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("block_size", [2, 3, 7, 11])  # 1, 5 and 12 are above
+def test_a_kept_stop_text_with_other_block_sizes(text_target: Path, block_size: int) -> None:
+    llm = open_llm(text_target, PAIR / "draft", block_size=block_size, max_running_requests=1)
+    for stops, min_tokens, text, used in (
+        (["b你xay"], 0, START + "你xay", 12),
+        (["b你xay"], 12, START + PERIOD + "你xay", 21),
+        (["! b"], 0, START, 8),
+        (["a"], 0, "hi\ufffdxa", 5),
+    ):
+        out = generate_one(llm, known_prompt(), max_new_tokens=40, stop=stops, min_tokens=min_tokens,
+                           include_stop_str_in_output=True)  # fmt: skip
+        assert (out.text, out.token_ids) == (text, known_case().token_ids[:used])
+
+
+def test_an_ending_token_s_text_may_be_kept_too(any_llm: LLM) -> None:
+    params = {"max_new_tokens": 40, "include_stop_str_in_output": True}
+    out = generate_one(any_llm, known_prompt(), stop_token_ids=[48], **params)
+    assert (out.token_ids[-1], out.text, out.finish_reason) == (48, "hi\ufffdxay!", "stop")
+    both = generate_one(any_llm, known_prompt(), stop_token_ids=[48], stop="y!", **params)
+    assert (both.token_ids, both.text, both.finish_reason) == (out.token_ids, out.text, "stop")
 
 
 def test_a_stop_text_that_the_last_token_completes(any_llm: LLM) -> None:

@@ -42,6 +42,13 @@ def test_a_stop_text_is_never_shown(text_llm: LLM) -> None:
     assert "".join(held_for_nothing) == START + "\ufffd"
 
 
+def test_a_stop_text_that_is_kept_is_shown_as_it_comes(text_llm: LLM) -> None:
+    params = SamplingParams(max_new_tokens=40, stop="! b你x", include_stop_str_in_output=True)
+    pieces = list(text_llm.stream(known_prompt(), params))
+    assert pieces[:4] == ["hi", "\ufffdxay!", " ", "b"]
+    assert "".join(pieces) == START + "你x"
+
+
 def test_leaving_a_stream_aborts_its_request(text_llm: LLM) -> None:
     stream = text_llm.stream(known_prompt(), SamplingParams(max_new_tokens=200))
     assert next(stream) == "hi"
