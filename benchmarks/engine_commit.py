@@ -77,7 +77,7 @@ class Rounds:
     def time(self) -> float:
         start_s = time.perf_counter()
         block = DRAFT.block_size
-        self.state, packed = self.steps.decode_round(block, self.weights, self.state, self.slots, mode="greedy")
+        self.state, packed = self.steps.decode_round(block, self.weights, self.state, self.slots)
         packed.block_until_ready()
         return time.perf_counter() - start_s
 

@@ -96,11 +96,11 @@ def rounds(engine: Engine, prompts: int) -> list[dict[str, float]]:
 def without_device(engine: Engine) -> None:
     """The round computes nothing: its state passes through, and four tokens come for every request."""
 
-    def null_round(block: int, weights: Any, state: Any, slots: jax.Array, mode: str) -> tuple[Any, jax.Array]:
+    def null_round(block: int, weights: Any, state: Any, slots: jax.Array, needs: Any = None) -> tuple[Any, jax.Array]:
         row = jnp.asarray([min(4, block), RUNNING_ON, *[7] * block], jnp.int32)
         return state, jnp.broadcast_to(row, (slots.shape[0], block + 2)) + 0 * slots[:, None]
 
-    null = jax.jit(null_round, static_argnums=0, donate_argnums=2, static_argnames="mode")
+    null = jax.jit(null_round, static_argnums=0, donate_argnums=2, static_argnames="needs")
     engine.runner.steps.decode_round = null
 
 

@@ -15,8 +15,8 @@ def time_rounds(llm: LLM, prompt_tokens: int, block: int, repeats: int) -> list[
     """
     runner = llm.engine.runner
     longest = runner.pages_per_slot * runner.page_size
-    runner.admit(0, prompt_len=prompt_tokens, limit_tokens=longest, pages=range(1, runner.pages_per_slot + 1),
-                 stop_ids=(), sampling=None)  # fmt: skip
+    pages = range(1, runner.pages_per_slot + 1)
+    runner.admit(0, prompt_ids=(), output_ids=(), limit_tokens=longest, pages=pages, stop_ids=(), sampling=None)
     for start in range(0, prompt_tokens, runner.prefill_chunk):
         size = min(runner.prefill_chunk, prompt_tokens - start)
         tokens = [100 + i % 1000 for i in range(start, start + size)]

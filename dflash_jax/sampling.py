@@ -26,7 +26,17 @@ class SamplingParams:
     stop: texts that end the output and are cut from it, unless `include_stop_str_in_output` (which keeps the text of
     an ending token too).  stop_token_ids: ids that end it beside the model's own end-of-text tokens, which
     `ignore_eos` disregards.  min_tokens: before so many, nothing of that ends it.  n: samples of one prompt; sample i
-    has the seed `seed` + i.  UserError for a value out of range.
+    has the seed `seed` + i.
+
+    What changes the model's distribution first: allowed_token_ids (no others may come), bad_token_ids (these may not),
+    logit_bias (added to a token's logit, up to ±100), then penalties for tokens that are there already:
+    repetition_penalty divides the logits of those of prompt and output (if positive, else multiplies them; 1 = off),
+    presence_penalty and frequency_penalty are subtracted from those of the output, once or as often as they are there.
+
+    logprobs: log-probabilities of each token and of so many likeliest alternatives (0: of the token alone);
+    prompt_logprobs: the same for the prompt, which is then not taken from the prefix cache.
+
+    UserError for a value out of range.
     """
 
     max_new_tokens: int = 256
@@ -41,6 +51,14 @@ class SamplingParams:
     include_stop_str_in_output: bool = False
     min_tokens: int = 0
     n: int = 1
+    repetition_penalty: float = 1.0
+    presence_penalty: float = 0.0
+    frequency_penalty: float = 0.0
+    logit_bias: Mapping[int, float] | None = None
+    allowed_token_ids: Sequence[int] | None = None
+    bad_token_ids: Sequence[int] = ()
+    logprobs: int | None = None
+    prompt_logprobs: int | None = None
 
     @property
     def greedy(self) -> bool:
@@ -64,10 +82,19 @@ class SamplingParams:
         for name in ("stop", "stop_token_ids", "bad_token_ids"):
             object.__setattr__(self, name, _as_tuple(getattr(self, name)))
         self._check_lists()
-        for name in ("max_new_tokens", "top_k", "seed", "min_tokens", "n"):  # numpy's integers become Python's
+        self._make_plain()
+
+    def _make_plain(self) -> None:
+        """numpy's integers become Python's, lists tuples."""
+        for name in ("max_new_tokens", "top_k", "seed", "min_tokens", "n", "logprobs", "prompt_logprobs"):
             value = getattr(self, name)
             object.__setattr__(self, name, value if value is None else int(value))
-        object.__setattr__(self, "stop_token_ids", tuple(int(token) for token in self.stop_token_ids))
+        for name in ("stop_token_ids", "bad_token_ids", "allowed_token_ids"):
+            value = getattr(self, name)
+            object.__setattr__(self, name, value if value is None else tuple(int(token) for token in value))
+        if self.logit_bias is not None:
+            bias = {int(token): float(value) for token, value in self.logit_bias.items()}
+            object.__setattr__(self, "logit_bias", bias)
 
     def _check_integers(self) -> None:
         if not is_integer(self.max_new_tokens) or self.max_new_tokens < 1:
@@ -82,6 +109,10 @@ class SamplingParams:
             )
         if not is_integer(self.n) or not 1 <= self.n <= MAX_SAMPLES:
             raise UserError(f"n must be an integer from 1 to {MAX_SAMPLES}, not {self.n!r}")
+        for name in ("logprobs", "prompt_logprobs"):
+            value = getattr(self, name)
+            if value is not None and (not is_integer(value) or not 0 <= value <= MAX_LOGPROBS):
+                raise UserError(f"{name} must be an integer from 0 to {MAX_LOGPROBS}, not {value!r}")
 
     def _check_numbers(self) -> None:
         for name in ("temperature", "top_p", "min_p", "repetition_penalty", *OPENAI_PENALTIES):
@@ -109,9 +140,12 @@ class SamplingParams:
             self._check_bias(self.logit_bias)
         if not all(isinstance(text, str) and text for text in self.stop):
             raise UserError(f"stop must be texts of at least one character, not {list(self.stop)!r}")
-        bad = [token for token in self.stop_token_ids if not is_integer(token) or token < 0]
-        if bad:
-            raise UserError(f"stop_token_ids holds {bad[0]!r}, which is not a token id")
+        for name in TOKEN_LISTS:
+            bad = [token for token in _as_tuple(getattr(self, name)) if not is_integer(token) or token < 0]
+            if bad:
+                raise UserError(f"{name} holds {bad[0]!r}, which is not a token id")
+        if self.allowed_token_ids is not None:
+            self._check_allowed(_as_tuple(self.allowed_token_ids))
         if len(self.stop_token_ids) > MAX_STOP_IDS // 2:
             raise UserError(f"{len(self.stop_token_ids)} stop_token_ids are more than the {MAX_STOP_IDS // 2} allowed")
 
@@ -128,8 +162,6 @@ class SamplingParams:
         left = set(allowed) - set(self.bad_token_ids)
         if not left:
             raise UserError("allowed_token_ids and bad_token_ids together leave no token that may come")
-        if self.min_tokens and left <= set(self.stop_token_ids):
-            raise UserError(f"min_tokens {self.min_tokens} forbids stop tokens, but allowed_token_ids leave no others")
 
 
 def _as_tuple(value: Any) -> tuple[Any, ...]:

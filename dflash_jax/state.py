@@ -14,7 +14,8 @@ import jax.numpy as jnp
 from jax import Array
 
 from dflash_jax.cache import Pool
-from dflash_jax.ops import SamplingRows
+from dflash_jax.models import GREEDY
+from dflash_jax.ops import EditRows, SamplingRows
 
 MAX_STOP_IDS = 16  # stop tokens a request may name; unused entries are −1, which no token equals
 
@@ -27,7 +28,7 @@ class DecodeState:
     bonus: newest emitted token, whose KV is not there yet; seq_len: tokens whose KV is committed, hence the
     position of the bonus; limit: tokens the request may hold in all; finished; stop_ids [S+1, MAX_STOP_IDS];
     sampling: how its tokens are chosen; page_table [S+1, W] (page 0 where nothing is reserved); kv: the target's
-    pool; draft: the drafter's state.
+    pool; draft: the drafter's state; edits: what a request changes in the logits (None: no request may).
     """
 
     bonus: Array
@@ -39,6 +40,7 @@ class DecodeState:
     page_table: Array
     kv: Pool
     draft: Any
+    edits: EditRows | None = None
 
     @property
     def num_slots(self) -> int:
@@ -57,8 +59,22 @@ def greedy_rows(n: int) -> SamplingRows:
     )
 
 
-def init_state(num_slots: int, pages_per_slot: int, kv: Pool, draft: Any) -> DecodeState:
-    """All slots empty and finished."""
+def no_edits(n: int, vocab_size: int) -> EditRows:
+    """n rows that change nothing."""
+    return EditRows(
+        active=jnp.zeros(n, bool),
+        bias=jnp.zeros((n, vocab_size), jnp.float32),
+        emitted=jnp.zeros((n, vocab_size), jnp.int32),
+        in_prompt=jnp.zeros((n, vocab_size), bool),
+        repetition=jnp.ones(n, jnp.float32),
+        presence=jnp.zeros(n, jnp.float32),
+        frequency=jnp.zeros(n, jnp.float32),
+        stops_from=jnp.zeros(n, jnp.int32),
+    )
+
+
+def init_state(num_slots: int, pages_per_slot: int, kv: Pool, draft: Any, vocab_size: int | None = None) -> DecodeState:
+    """All slots empty and finished.  With the target's `vocab_size` requests may change logits (9 · V bytes a slot)."""
     n = num_slots + 1
     return DecodeState(
         bonus=jnp.zeros(n, jnp.int32),
@@ -70,7 +86,28 @@ def init_state(num_slots: int, pages_per_slot: int, kv: Pool, draft: Any) -> Dec
         page_table=jnp.zeros((n, pages_per_slot), jnp.int32),
         kv=kv,
         draft=draft,
+        edits=None if vocab_size is None else no_edits(n, vocab_size),
     )
+
+
+@dataclasses.dataclass(frozen=True)
+class Needs:
+    """What any request of a launch asks for, static in its step; a row's tokens are the same under all that suffice.
+
+    mode: GREEDY, SAMPLE or FILTER; edits: logits are changed before; logprobs: how many alternatives are reported
+    with each token (None: no log-probabilities); prompt_logprobs: the same for the tokens of prompts.
+    """
+
+    mode: str = GREEDY
+    edits: bool = False
+    logprobs: int | None = None
+    prompt_logprobs: int | None = None
+
+    def __str__(self) -> str:
+        parts = [self.mode, "edits" if self.edits else ""]
+        parts += [f"{name} {n}" for name, n in (("logprobs", self.logprobs), ("prompt logprobs", self.prompt_logprobs))
+                  if n is not None]  # fmt: skip
+        return " + ".join(part for part in parts if part)
 
 
 @jax.tree_util.register_dataclass
@@ -89,9 +126,10 @@ class Live:
     stop_ids: Array
     sampling: SamplingRows
     page_table: Array
+    edits: EditRows | None = None
 
 
-def gather(state: DecodeState, slots: Array) -> Live:
+def gather(state: DecodeState, slots: Array, edits: bool = False) -> Live:
     """The rows that `slots` int32 [S] name."""
     live = ~state.finished[slots]
     return Live(
@@ -103,4 +141,5 @@ def gather(state: DecodeState, slots: Array) -> Live:
         stop_ids=state.stop_ids[slots],
         sampling=jax.tree.map(lambda x: x[slots], state.sampling),
         page_table=state.page_table[slots],
+        edits=jax.tree.map(lambda x: x[slots], state.edits) if edits else None,
     )

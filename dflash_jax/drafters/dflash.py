@@ -48,6 +48,7 @@ class DFlashDrafter:
         logits = rows.kernels.head_logits(
             hidden, head_weight(weights.target), config.output_multiplier, config.logit_softcap
         )
+        logits = rows.edited(logits, rows.positions[:, 1:])
         if config.selector:
             return select_candidates(weights.draft, config, hidden, logits, rows.ids[:, 0], rows)
         return rows.choose(logits, rows.positions[:, 1:])

@@ -72,11 +72,12 @@ def make_runner(loaded: Loaded, settings: EngineSettings) -> DeviceRunner:
     kernels = select(settings.kernels, loaded.platform)
     log.info("%s", kernels.reason)
     config = StepConfig(
-        loaded.config, loaded.drafter, sizes.page_size, kernels, settings.draft_sampling, settings.draft_temperature
-    )
+        loaded.config, loaded.drafter, sizes.page_size, kernels, settings.draft_sampling, settings.draft_temperature,
+        settings.logprobs_mode,
+    )  # fmt: skip
     kv = make_pool(loaded.config, sizes.num_pages, sizes.page_size, loaded.dtype, loaded.mesh)
     draft = loaded.drafter.init_cache(sizes.num_pages, sizes.page_size, loaded.dtype, loaded.mesh)
-    state = on_mesh(init_state(sizes.num_slots, sizes.pages_per_slot, kv, draft), loaded.mesh)
+    state = on_mesh(init_state(sizes.num_slots, sizes.pages_per_slot, kv, draft, loaded.config.vocab_size), loaded.mesh)
     runner = DeviceRunner(Steps(config), loaded.weights, state, sizes)
     log.info("%s; %d pages of %d tokens", runner.memory, sizes.num_pages - 1, sizes.page_size)
     return runner

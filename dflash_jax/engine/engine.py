@@ -19,14 +19,15 @@ from dflash_jax.engine.build import Loaded, load, make_runner, make_speculation,
 from dflash_jax.engine.interrupts import HeldInterrupts
 from dflash_jax.engine.loop import Loop, Update
 from dflash_jax.engine.metrics import EngineMetrics
+from dflash_jax.engine.packing import MODES
 from dflash_jax.engine.request import Phase, Request
-from dflash_jax.engine.runner import MODES, DeviceRunner, MemoryUse
+from dflash_jax.engine.runner import DeviceRunner, MemoryUse
 from dflash_jax.engine.scheduler import SchedulerConfig
 from dflash_jax.engine.settings import EngineSettings
 from dflash_jax.engine.turn import Turn
 from dflash_jax.errors import UserError
-from dflash_jax.sampling import SamplingParams
-from dflash_jax.state import MAX_STOP_IDS
+from dflash_jax.sampling import TOKEN_LISTS, SamplingParams
+from dflash_jax.state import MAX_STOP_IDS, Needs
 
 log = logging.getLogger("dflash_jax")
 OnTokens = Callable[[Request, Sequence[int]], bool]
@@ -178,7 +179,8 @@ class Engine:
     ) -> Request:
         config = self.loaded.config
         check_ids("prompt", prompt_ids, config.vocab_size)
-        check_ids("stop_token_ids", params.stop_token_ids, config.vocab_size)
+        for name in TOKEN_LISTS:
+            check_ids(name, tuple(getattr(params, name) or ()), config.vocab_size)
         request = Request(
             request_id=request_id if request_id is not None else self._new_name(),
             prompt_ids=list(prompt_ids),
@@ -188,9 +190,12 @@ class Engine:
             ignore_eos=params.ignore_eos,
             priority=priority,
             sampling=params if params.greedy or params.seed is not None else replace(params, seed=random_seed()),
+            num_logprobs=params.logprobs,
+            num_prompt_logprobs=params.prompt_logprobs,
         )
         if len(request.stop_ids) > MAX_STOP_IDS:
             raise UserError(f"{len(request.stop_ids)} stop tokens are more than the {MAX_STOP_IDS} a request may have")
+        check_some_token_is_left(params, request.stop_ids, config.vocab_size)
         return request
 
     def _new_name(self) -> str:
@@ -305,12 +310,14 @@ class Engine:
         """Compile every bucket now instead of at its first use; returns the seconds it took.
 
         With speculation "auto" that is every width too, and how long a round of each takes is measured.
-        sampling: also what requests with a temperature use, which triples the time.
+        sampling: also what requests with a temperature use, which triples the time.  What penalties, biases and
+        log-probabilities use is compiled at their first use.
         """
         widths = self.speculation.widths if self.speculation else [self.runner.block_size]
         with self._working():
             before_s = self.runner.compile_s
-            calls = list(self.runner.warmup_calls(widths, MODES if sampling else MODES[:1]))
+            needs = [Needs(mode) for mode in (MODES if sampling else MODES[:1])]
+            calls = list(self.runner.warmup_calls(widths, needs))
             for label, call in (bar := tqdm(calls, desc="compiling", disable=not progress)):
                 bar.set_postfix_str(label)
                 call()
@@ -362,3 +369,15 @@ def check_ids(name: str, ids: Sequence[int], vocab_size: int) -> None:
     bad = [i for i in ids if isinstance(i, bool) or not isinstance(i, int) or not 0 <= i < vocab_size]
     if bad:
         raise UserError(f"{name} holds {bad[0]!r}, which is not a token id from 0 to {vocab_size - 1}")
+
+
+def check_some_token_is_left(params: SamplingParams, stop_ids: Sequence[int], vocab_size: int) -> None:
+    """UserError where a request forbids every token, at least before it may stop."""
+    if not params.bad_token_ids and params.allowed_token_ids is None:
+        return
+    allowed = range(vocab_size) if params.allowed_token_ids is None else params.allowed_token_ids
+    left = set(allowed) - set(params.bad_token_ids)
+    if not left:
+        raise UserError("bad_token_ids forbid every token of the vocabulary")
+    if params.min_tokens and left <= set(stop_ids):
+        raise UserError(f"min_tokens {params.min_tokens} forbids stop tokens, but no others are allowed")

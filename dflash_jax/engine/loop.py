@@ -8,9 +8,12 @@ from __future__ import annotations
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
 
 from dflash_jax.engine.metrics import EngineMetrics, MetricsRecorder
-from dflash_jax.engine.protocol import Pending, PrefillRow, RowResult, Runner
+from dflash_jax.engine.protocol import Masked, Pending, PrefillRow, RowResult, Runner
 from dflash_jax.engine.request import Request
 from dflash_jax.engine.scheduler import DecodeBatch, PrefillBatch, Row, Scheduler, SchedulerConfig
 
@@ -56,14 +59,18 @@ class Update:
     finish_reason: str | None
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(slots=True)
 class Launch:
-    """What is in flight. Rows name requests and seats, since a slot may have a new owner by the time they land."""
+    """What is in flight. Rows name requests and seats, since a slot may have a new owner by the time they land.
+
+    A round with grammars is `masked` until it has its masks, then `pending`.
+    """
 
     rows: list[Row]
-    pending: Pending
+    pending: Pending | None
     block_size: int  # 0 for prefill
     launched_s: float
+    masked: Masked | None = None
 
     @property
     def shape(self) -> tuple[int, int]:
@@ -94,6 +101,7 @@ class Loop:
         self._clock = clock
         self._in_flight: Launch | None = None
         self._last_read: tuple[tuple[int, int], float] = (0, 0), 0.0  # its shape, and when
+        self._failed: list[Update] = []  # of this step, by their grammar
         self._stopped: list[int] = []  # slots the host stopped since the last launch
 
     # -- requests ------------------------------------------------------------------------------------------------
@@ -125,16 +133,22 @@ class Loop:
         if not self.has_work:
             return []
         updates = self._step_overlapped() if self.overlap else self._step_plain()
+        updates, self._failed = [*updates, *self._failed], []
         if not self.has_work:
             self.scheduler.integrity()
         return updates
 
     def _step_plain(self) -> list[Update]:
-        return self._digest(self._launch_next())
+        launch = self._launch_next()
+        self._allow(launch)
+        return self._digest(launch)
 
     def _step_overlapped(self) -> list[Update]:
+        """Masks come last: they depend on the tokens of the launch before."""
         last, self._in_flight = self._in_flight, self._launch_next()
-        return self._digest(last)
+        updates = self._digest(last)
+        self._allow(self._in_flight)
+        return updates
 
     # -- launch --------------------------------------------------------------------------------------------------
 
@@ -159,7 +173,8 @@ class Loop:
             raise RuntimeError(f"request {request.request_id} was admitted without a seat")
         self.runner.admit(
             seat.slot,
-            prompt_len=len(request.prompt_ids),
+            prompt_ids=request.prompt_ids,
+            output_ids=request.output_ids,
             limit_tokens=request.limit_tokens,
             pages=tuple(seat.pages),
             stop_ids=request.stop_ids,
@@ -167,20 +182,26 @@ class Loop:
         )
 
     def _launch_prefill(self, batch: PrefillBatch) -> Launch:
-        rows = [
-            PrefillRow(row.seat.slot, row.seat.tokens[row.start : row.start + row.length], row.start, row.last)
-            for row in batch.rows
-        ]
+        rows = [self._prefill_row(row) for row in batch.rows]
         start_s = self._now_s()
         return Launch(batch.rows, self.runner.prefill(rows), block_size=0, launched_s=start_s)
+
+    def _prefill_row(self, row: Row) -> PrefillRow:
+        tokens, end = row.seat.tokens, row.start + row.length
+        after = tokens[end] if end < len(tokens) else 0
+        masks = self._masks(row.request, ()) if row.last else None
+        allowed = None if masks is None else masks[0]
+        return PrefillRow(row.seat.slot, tokens[row.start : end], row.start, row.last, after, allowed)
 
     def _launch_decode(self, batch: DecodeBatch) -> Launch:
         if batch.new_pages:
             self.runner.extend(batch.new_pages)
         block_size = self._block_size([row.request for row in batch.rows])
         start_s = self._now_s()
-        pending = self.runner.decode([row.seat.slot for row in batch.rows], block_size)
-        return Launch(batch.rows, pending, block_size, start_s)
+        slots = [row.seat.slot for row in batch.rows]
+        if any(row.request.grammar for row in batch.rows):
+            return Launch(batch.rows, None, block_size, start_s, self.runner.decode_masked(slots, block_size))
+        return Launch(batch.rows, self.runner.decode(slots, block_size), block_size, start_s)
 
     def _block_size(self, live: Sequence[Request]) -> int:
         if self._choose_block is None:
@@ -190,12 +211,41 @@ class Loop:
             raise RuntimeError(f"choose_block returned {block_size}, not in 1 … {self.runner.block_size}")
         return block_size
 
+    # -- grammars ------------------------------------------------------------------------------------------------
+
+    def _allow(self, launch: Launch | None) -> None:
+        """Give a round its masks, if it waits for them, while the device verifies it."""
+        if launch is None or launch.masked is None:
+            return
+        grammars = [row.request.grammar for row in launch.rows]
+        width = next(grammar.width for grammar in grammars if grammar)
+        allowed = np.full((len(launch.rows), launch.block_size, width), 0xFFFFFFFF, np.uint32)
+        for i, (row, block) in enumerate(zip(launch.rows, launch.masked.blocks(), strict=True)):
+            masks = None if row.seat.closed else self._masks(row.request, block[1:])
+            if masks is not None:
+                allowed[i] = masks
+        launch.pending, launch.masked = launch.masked.accept(allowed), None
+
+    def _masks(self, request: Request, drafts: Sequence[int]) -> Any:
+        """What the request's grammar allows before, between and after these; None if it has none, or fails."""
+        if request.grammar is None:
+            return None
+        try:
+            return request.grammar.masks(drafts)
+        except RuntimeError as error:
+            self._fail(request, error)
+            self.recorder.finished(request)
+            self._failed.append(Update(request, [], request.finish_reason))
+            return None
+
     # -- digest --------------------------------------------------------------------------------------------------
 
     def _digest(self, launch: Launch | None) -> list[Update]:
         """Read a launch: first all bookkeeping, then the callbacks."""
         if launch is None:
             return []
+        if launch.pending is None:
+            raise RuntimeError("a round is read that was never given its masks")
         results = launch.pending.result()
         if len(results) != len(launch.rows):
             raise RuntimeError(f"the device returned {len(results)} rows for a launch of {len(launch.rows)}")
@@ -235,6 +285,7 @@ class Loop:
         if not is_round:
             self.recorder.prefilled(row.length)
             self.scheduler.prefilled(row)
+            row.request.take_prompt_logprobs(row.start, result.prompt_logprobs)
         if told:
             self._take(row.request, result, launch.block_size, now_s)
         return told
@@ -244,10 +295,20 @@ class Loop:
             if request.first_token_s is None:
                 self.recorder.first_token(now_s - request.arrival_s)
             request.take(result.tokens, is_round=block_size > 0, now_s=now_s)
+            request.take_logprobs(result.logprobs)
             if block_size:
                 self.recorder.round(block_size, len(result.tokens))
         if result.finish_reason:
             self.scheduler.finish(request, result.finish_reason, now_s)
+        if request.grammar:
+            self._advance(request, result.tokens)
+
+    def _advance(self, request: Request, tokens: Sequence[int]) -> None:
+        assert request.grammar is not None
+        try:
+            request.grammar.advance(tokens)
+        except RuntimeError as error:
+            self._fail(request, error)
 
     def _report(self, request: Request, tokens: list[int]) -> Update:
         kept = self._show(request, tokens) if tokens else []

@@ -5,20 +5,22 @@ Spare rows belong to the padding slot, which is finished for ever and owns only 
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
 
-from dflash_jax.engine.protocol import PrefillRow
+from dflash_jax.engine.protocol import PrefillRow, TokenLogprobs
 from dflash_jax.models import FILTER, GREEDY, SAMPLE
-from dflash_jax.ops import SamplingRows
-from dflash_jax.sampling import SamplingParams
-from dflash_jax.state import MAX_STOP_IDS
+from dflash_jax.ops import EditRows, SamplingRows
+from dflash_jax.sampling import MAX_LOGPROBS, SamplingParams
+from dflash_jax.state import MAX_STOP_IDS, Needs
 from dflash_jax.steps import Admission, PrefillBatch
 
 SMALLEST_PREFILL = 16
+MODES = (GREEDY, SAMPLE, FILTER)  # each serves what the ones before it do
+LOGPROBS = (0, 5, MAX_LOGPROBS)  # alternatives that steps are compiled for
 
 
 def bucket(n: int, largest: int, smallest: int = 1) -> int:
@@ -67,6 +69,8 @@ class Arrival:
     pages: Sequence[int]
     stop_ids: Sequence[int]
     sampling: object
+    prompt_ids: Sequence[int] = ()
+    output_ids: Sequence[int] = ()
 
 
 def admission(arrivals: Sequence[Arrival], size: int, pages_per_slot: int, spare_slot: int) -> Admission:
@@ -94,11 +98,66 @@ def sampling_rows(params: Sequence[object]) -> SamplingRows:
     )
 
 
-def sampling_mode(params: object) -> str:
+def needs_of(params: object) -> Needs:
     """What a request needs of a step."""
-    if not isinstance(params, SamplingParams) or params.greedy:
-        return GREEDY
-    return FILTER if params.top_k > 0 or params.top_p < 1 or params.min_p > 0 else SAMPLE
+    if not isinstance(params, SamplingParams):
+        return Needs()
+    filters = params.top_k > 0 or params.top_p < 1 or params.min_p > 0
+    mode = GREEDY if params.greedy else FILTER if filters else SAMPLE
+    return Needs(mode, params.edits_logits, _alternatives(params.logprobs), _alternatives(params.prompt_logprobs))
+
+
+def _alternatives(asked: int | None) -> int | None:
+    return None if asked is None else next(n for n in LOGPROBS if n >= asked)
+
+
+def combined(needs: Iterable[Needs]) -> Needs:
+    """What serves all of them."""
+    listed = list(needs)
+    return Needs(
+        max((one.mode for one in listed), key=MODES.index, default=GREEDY),
+        any(one.edits for one in listed),
+        max((one.logprobs for one in listed if one.logprobs is not None), default=None),
+        max((one.prompt_logprobs for one in listed if one.prompt_logprobs is not None), default=None),
+    )
+
+
+def edit_row(arrival: Arrival, vocab_size: int) -> EditRows:
+    """What a request that asks for it changes in its logits, as one row."""
+    params = arrival.sampling
+    assert isinstance(params, SamplingParams)
+    return EditRows(
+        active=array([True], bool),
+        bias=_bias(params, vocab_size)[None],
+        emitted=np.bincount(int32(arrival.output_ids), minlength=vocab_size).astype(np.int32)[None],
+        in_prompt=(np.bincount(int32(arrival.prompt_ids), minlength=vocab_size) > 0)[None],
+        repetition=float32([params.repetition_penalty]),
+        presence=float32([params.presence_penalty]),
+        frequency=float32([params.frequency_penalty]),
+        stops_from=int32([len(arrival.prompt_ids) + params.min_tokens]),
+    )
+
+
+def _bias(params: SamplingParams, vocab_size: int) -> Any:
+    """float32 [V]: −∞ where a token must not come."""
+    bias = np.zeros(vocab_size, np.float32)
+    for token, value in (params.logit_bias or {}).items():
+        bias[token] = value
+    if params.allowed_token_ids is not None:
+        allowed = np.zeros(vocab_size, bool)
+        allowed[list(params.allowed_token_ids)] = True
+        bias[~allowed] = -np.inf
+    bias[list(params.bad_token_ids)] = -np.inf
+    return bias
+
+
+def unpack_logprobs(packed: Any, count: int, n: int) -> list[list[TokenLogprobs]]:
+    """What `packed_logprobs` made of `count` tokens a row: packed int32 [rows, count · (2 + 2n)]."""
+    each = packed.reshape(len(packed), count, 2 + 2 * n)
+    floats = np.ascontiguousarray(each).view(np.float32)
+    columns = floats[..., 0], each[..., 1], each[..., 2 : 2 + n], floats[..., 2 + n :]
+    lists = [column.tolist() for column in columns]
+    return [[TokenLogprobs(*one) for one in zip(*row, strict=True)] for row in zip(*lists, strict=True)]
 
 
 def table_updates(updates: Sequence[tuple[int, int, int]], size: int, spare_slot: int) -> Any:
@@ -115,7 +174,18 @@ def prefill_batch(rows: Sequence[PrefillRow], size: int, width: int, spare_slot:
         int32([row.start for row in rows]),
         int32([len(row.tokens) for row in rows]),
         array([row.last for row in rows], bool),
+        allowed=_masks([row.allowed for row in rows]),
+        after=int32([row.after for row in rows]),
     )
+
+
+def _masks(masks: Sequence[Any]) -> Any:
+    """uint32 [len(masks), width] where any row has a mask; the others allow everything."""
+    given = next((mask for mask in masks if mask is not None), None)
+    if given is None:
+        return None
+    everything = np.full_like(given, 0xFFFFFFFF)
+    return np.stack([everything if mask is None else mask for mask in masks])
 
 
 def padded(rows: Sequence[Sequence[int]], width: int, fill: int) -> Any:

@@ -8,6 +8,7 @@ from collections.abc import Hashable, Sequence
 from dataclasses import dataclass, field
 
 from dflash_jax.engine.prefix_cache import Node
+from dflash_jax.engine.protocol import Grammar, TokenLogprobs
 
 
 class Phase(enum.Enum):
@@ -50,10 +51,15 @@ class Request:
     priority: int = 0  # lower goes first
     sampling: object = None  # for the device; the scheduler does not look inside
     cache_salt: Hashable = None  # requests share prefixes only under equal salts
+    grammar: Grammar | None = None  # what its text may be; has seen `output_ids`
+    num_logprobs: int | None = None  # alternatives with each token
+    num_prompt_logprobs: int | None = None
     arrival_s: float = field(default_factory=time.perf_counter)
 
     output_ids: list[int] = field(default_factory=list)
     accept_lengths: list[int] = field(default_factory=list)  # tokens committed by each round, bonus included
+    logprobs: list[TokenLogprobs] = field(default_factory=list)  # of output_ids, if asked for
+    prompt_logprobs: list[TokenLogprobs] = field(default_factory=list)  # of prompt_ids[1:], if asked for
     finish_reason: str | None = None  # "stop", "length", "abort" or "error"
     error: Exception | None = None  # with "error": what the host met (None: the logits were not finite)
     first_token_s: float | None = None
@@ -89,6 +95,22 @@ class Request:
     def tokens(self) -> list[int]:
         return [*self.prompt_ids, *self.output_ids]
 
+    @property
+    def reads_prompt(self) -> bool:
+        """Whether the whole prompt has to run, because something of it has not been reported yet."""
+        return self.num_prompt_logprobs is not None and len(self.prompt_logprobs) < len(self.prompt_ids) - 1
+
+    def take_logprobs(self, found: Sequence[TokenLogprobs]) -> None:
+        """Of the tokens just taken; there may be more alternatives than were asked for."""
+        if self.num_logprobs is not None:
+            self.logprobs.extend(_likeliest(one, self.num_logprobs) for one in found)
+
+    def take_prompt_logprobs(self, start: int, found: Sequence[TokenLogprobs]) -> None:
+        """Of the tokens at start + 1, …; a chunk may have been seen before, or reach into the output."""
+        if self.num_prompt_logprobs is not None:
+            new = found[len(self.prompt_logprobs) - start : len(self.prompt_ids) - 1 - start]
+            self.prompt_logprobs.extend(_likeliest(one, self.num_prompt_logprobs) for one in new)
+
     def take(self, tokens: Sequence[int], *, is_round: bool, now_s: float) -> None:
         """Append newly emitted tokens. The token of a prefill, first or resumed, belongs to no round."""
         self.output_ids.extend(tokens)
@@ -107,5 +129,10 @@ class Request:
             raise ValueError(f"cannot drop {count} of the {self.newest} newest tokens of request {self.request_id}")
         if count:
             del self.output_ids[-count:]
+            del self.logprobs[len(self.output_ids) :]
             self.accept_lengths[-1] -= count
             self.newest -= count
+
+
+def _likeliest(found: TokenLogprobs, count: int) -> TokenLogprobs:
+    return TokenLogprobs(found.logprob, found.rank, found.top_ids[:count], found.top_logprobs[:count])

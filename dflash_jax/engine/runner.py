@@ -22,22 +22,23 @@ from dflash_jax.engine.packing import (
     admission,
     bucket,
     buckets,
+    combined,
+    edit_row,
     in_buckets,
+    needs_of,
     prefill_batch,
     prefill_buckets,
-    sampling_mode,
     table_updates,
+    unpack_logprobs,
 )
 from dflash_jax.engine.protocol import PrefillRow, RowResult
 from dflash_jax.errors import UserError
-from dflash_jax.models import FILTER, GREEDY, SAMPLE
 from dflash_jax.ops import BROKEN, LENGTH, RUNNING, STOP
 from dflash_jax.params import tree_bytes
-from dflash_jax.state import MAX_STOP_IDS, DecodeState
-from dflash_jax.steps import Admission, PrefillBatch, Steps
+from dflash_jax.state import MAX_STOP_IDS, DecodeState, Needs
+from dflash_jax.steps import NOTHING, Admission, PrefillBatch, Steps, Verified
 
 log = logging.getLogger("dflash_jax")
-MODES = (GREEDY, SAMPLE, FILTER)  # each serves what the ones before it do
 REASONS = {RUNNING: None, STOP: "stop", LENGTH: "length", BROKEN: "error"}
 UPDATE_BUCKETS = (8, 64, 512)  # rows of one `extend` call
 ADMISSION_BUCKETS = (1, 8)  # rows of one `admit` call
@@ -58,19 +59,21 @@ class RunnerSizes:
 
 @dataclass(frozen=True)
 class MemoryUse:
-    """Bytes on the device.  scratch: the most that a step compiled so far needs beside these; None before the first."""
+    """Bytes on the device.  edits: what requests may change in their logits; scratch: the most that a step compiled so
+    far needs beside all that; None before the first."""
 
     target: int
     draft: int
     target_kv: int
     draft_state: int
+    edits: int
     scratch: int | None
 
     def __str__(self) -> str:
         scratch = "unknown until a step is compiled" if self.scratch is None else _mb(self.scratch)
         return (
             f"memory: target {_mb(self.target)}, draft {_mb(self.draft)}, target KV {_mb(self.target_kv)},"
-            f" draft state {_mb(self.draft_state)}, scratch {scratch}"
+            f" draft state {_mb(self.draft_state)}, penalties and biases {_mb(self.edits)}, scratch {scratch}"
         )
 
 
@@ -80,15 +83,53 @@ def _mb(size_bytes: int) -> str:
 
 @dataclass
 class PackedResult:
-    """A launch's packed array on its way to the host: rows int32 [S, ≥ 2] = (count, finish, tokens …)."""
+    """A launch's packed array on its way to the host.
+
+    Rows int32 [S, …] = count, finish, `block` tokens; then their log-probabilities and those of the tokens after each
+    of `chunk` prompt tokens, where needed.
+    """
 
     packed: jax.Array
     rows: int
+    block: int
+    chunk: int = 0
+    needs: Needs = NOTHING
 
     def result(self) -> list[RowResult]:
         """Waits for the copy."""
-        host = np.asarray(self.packed)[: self.rows].tolist()
-        return [RowResult(row[2 : 2 + row[0]], REASONS[row[1]]) for row in host]
+        host = np.asarray(self.packed)[: self.rows]
+        results = [RowResult(row[2 : 2 + row[0]], REASONS[row[1]]) for row in host[:, : 2 + self.block].tolist()]
+        at = 2 + self.block
+        if (n := self.needs.logprobs) is not None:
+            end = at + self.block * (2 + 2 * n)
+            for one, found in zip(results, unpack_logprobs(host[:, at:end], self.block, n), strict=True):
+                one.logprobs = found[: len(one.tokens)]
+            at = end
+        if self.chunk and (n := self.needs.prompt_logprobs) is not None:
+            for one, found in zip(results, unpack_logprobs(host[:, at:], self.chunk, n), strict=True):
+                one.prompt_logprobs = found
+        return results
+
+
+@dataclass
+class MaskedRound:
+    """A round in three launches; the drafts are on their way to the host while they are verified."""
+
+    runner: DeviceRunner
+    slots: jax.Array
+    verified: Verified
+    rows: int
+    needs: Needs
+
+    def blocks(self) -> list[list[int]]:
+        return np.asarray(self.verified.ids)[: self.rows].tolist()
+
+    def accept(self, allowed: Any) -> PackedResult:
+        """`allowed` uint32 [rows, B, width]; spare rows may have any token, which nobody reads."""
+        size = self.slots.shape[0]
+        masks = np.full((size, *allowed.shape[1:]), 0xFFFFFFFF, np.uint32)
+        masks[: self.rows] = allowed
+        return self.runner.accept(self, masks)
 
 
 @dataclass
@@ -103,7 +144,7 @@ class DeviceRunner:
     scratch_bytes: int | None = None
     _seen: set[tuple[Any, ...]] = field(default_factory=set)
     _arrivals: list[Arrival] = field(default_factory=list)
-    _modes: dict[int, str] = field(default_factory=dict)  # of slots whose request samples
+    _needs: dict[int, Needs] = field(default_factory=dict)  # of slots whose request is not plainly greedy
     _slot_arrays: dict[tuple[int, ...], jax.Array] = field(default_factory=dict)
 
     @property
@@ -137,7 +178,7 @@ class DeviceRunner:
     @property
     def memory(self) -> MemoryUse:
         weights, state = self.weights, self.state
-        parts = (tree_bytes(part) for part in (weights.target, weights.draft, state.kv, state.draft))
+        parts = (tree_bytes(part) for part in (weights.target, weights.draft, state.kv, state.draft, state.edits))
         return MemoryUse(*parts, scratch=self.scratch_bytes)
 
     # -- launches ------------------------------------------------------------------------------------------------
@@ -146,7 +187,8 @@ class DeviceRunner:
         self,
         slot: int,
         *,
-        prompt_len: int,
+        prompt_ids: Sequence[int],
+        output_ids: Sequence[int],
         limit_tokens: int,
         pages: Sequence[int],
         stop_ids: Sequence[int],
@@ -154,16 +196,25 @@ class DeviceRunner:
     ) -> None:
         if len(stop_ids) > MAX_STOP_IDS:
             raise UserError(f"a request may name {MAX_STOP_IDS} stop token ids, not {len(stop_ids)}")
-        self._modes.pop(slot, None)
-        if (mode := sampling_mode(sampling)) != GREEDY:
-            self._modes[slot] = mode
-        self._arrivals.append(Arrival(slot, limit_tokens, pages, stop_ids, sampling))
+        self._needs.pop(slot, None)
+        if (needs := needs_of(sampling)) != NOTHING:
+            self._needs[slot] = needs
+        self._arrivals.append(Arrival(slot, limit_tokens, pages, stop_ids, sampling, prompt_ids, output_ids))
 
     def _admit_arrivals(self) -> None:
         """Tell the device of those admitted since it was last told of anything: one call for several."""
         arrivals, self._arrivals = self._arrivals, []
         for part, size in in_buckets(arrivals, ADMISSION_BUCKETS):
             self._update(("admit", size), self.steps.admit, self._admission(part, size))
+        for arrival in arrivals:
+            if self._needs.get(arrival.slot, NOTHING).edits:
+                self._edit(arrival)
+
+    def _edit(self, arrival: Arrival) -> None:
+        if self.state.edits is None:
+            raise UserError("this engine was made without room for penalties, biases and token lists")
+        row = edit_row(arrival, self.state.edits.bias.shape[1])
+        self._update(("edit",), self.steps.edit, np.array([arrival.slot], np.int32), row)
 
     def _admission(self, arrivals: Sequence[Arrival], size: int) -> Admission:
         return admission(arrivals, size, self.pages_per_slot, self.num_slots)
@@ -179,24 +230,53 @@ class DeviceRunner:
     def prefill(self, rows: Sequence[PrefillRow]) -> PackedResult:
         width = bucket(max(len(row.tokens) for row in rows), self.prefill_chunk, SMALLEST_PREFILL)
         size = bucket(len(rows), self.max_prefill_rows)
-        mode = self._mode(row.slot for row in rows if row.last)  # other chunks choose no token
-        return self._prefill(prefill_batch(rows, size, width, spare_slot=self.num_slots), len(rows), mode)
+        return self._prefill(prefill_batch(rows, size, width, spare_slot=self.num_slots), len(rows), self._chunks(rows))
 
-    def _prefill(self, batch: PrefillBatch, rows: int, mode: str) -> PackedResult:
-        key = _launch_key("prefill", *batch.tokens.shape, mode=mode)
-        return self._launch(key, self.steps.prefill, (self.weights,), batch, rows, mode)
+    def _chunks(self, rows: Sequence[PrefillRow]) -> Needs:
+        """What these rows need: other chunks than the last choose no token."""
+        if not self._needs:
+            return NOTHING
+        each = [(self._needs.get(row.slot, NOTHING), row.last) for row in rows]
+        return combined(one if last else Needs(prompt_logprobs=one.prompt_logprobs) for one, last in each)
+
+    def _prefill(self, batch: PrefillBatch, rows: int, needs: Needs) -> PackedResult:
+        chunk, masked = batch.tokens.shape[1], [] if batch.allowed is None else ["masked"]
+        key = _launch_key("prefill", *batch.tokens.shape, *masked, needs=needs)
+        packed = self._launch(key, self.steps.prefill, (self.weights,), batch, needs=needs)
+        return PackedResult(packed, rows, 1, chunk, needs)
 
     def decode(self, slots: Sequence[int], block_size: int) -> PackedResult:
-        return self._decode(slots, block_size, self._mode(slots))
+        return self._decode(slots, block_size, self._all(slots))
 
-    def _decode(self, slots: Sequence[int], block_size: int, mode: str) -> PackedResult:
+    def _decode(self, slots: Sequence[int], block_size: int, needs: Needs) -> PackedResult:
         size, before = bucket(len(slots), self.num_slots), (block_size, self.weights)
-        key = _launch_key("decode_round", size, block_size, mode=mode)
-        return self._launch(key, self.steps.decode_round, before, self._slots(slots, size), len(slots), mode)
+        key = _launch_key("decode_round", size, block_size, needs=needs)
+        packed = self._launch(key, self.steps.decode_round, before, self._slots(slots, size), needs=needs)
+        return PackedResult(packed, len(slots), block_size, needs=needs)
 
-    def decode_key(self, slots: Sequence[int], block_size: int) -> tuple[Any, ...]:
+    def decode_masked(self, slots: Sequence[int], block_size: int) -> MaskedRound:
+        size, needs = bucket(len(slots), self.num_slots), self._all(slots)
+        padded, key = self._slots(slots, size), _launch_key(size, block_size, needs=needs)
+        self._admit_arrivals()
+        start_s = time.perf_counter()
+        ids = self.steps.propose(block_size, self.weights, self.state, padded, needs=needs)
+        ids.copy_to_host_async()
+        self.state, logits, taps = self.steps.verify_block(self.weights, self.state, padded, ids)
+        self._note_time(("verify_block", *key), start_s)
+        return MaskedRound(self, padded, Verified(ids, logits, taps), len(slots), needs)
+
+    def accept(self, masked: MaskedRound, allowed: Any) -> PackedResult:
+        """The rest of a round that `decode_masked` began; `allowed` uint32 [size, B, width]."""
+        size, block = masked.verified.ids.shape
+        key = _launch_key("accept_block", size, block, needs=masked.needs)
+        after = masked.slots, masked.verified, allowed
+        packed = self._launch(key, self.steps.accept_block, (self.weights,), *after, needs=masked.needs)
+        return PackedResult(packed, masked.rows, block, needs=masked.needs)
+
+    def decode_key(self, slots: Sequence[int], block_size: int, masked: bool = False) -> tuple[Any, ...]:
         """What a round of these slots is compiled for."""
-        return _launch_key("decode_round", bucket(len(slots), self.num_slots), block_size, mode=self._mode(slots))
+        name = "accept_block" if masked else "decode_round"
+        return _launch_key(name, bucket(len(slots), self.num_slots), block_size, needs=self._all(slots))
 
     def is_compiled(self, key: Sequence[Any]) -> bool:
         """Whether there was a launch of that key, so that the next one compiles nothing."""
@@ -206,19 +286,23 @@ class DeviceRunner:
         self._admit_arrivals()
         self._update(("finish",), self.steps.finish, self._slots(slots, self.num_slots))
 
-    def _update(self, key: tuple[Any, ...], step: Any, what: Any) -> None:
-        """`step(state, what)`, a step without results."""
+    def _update(self, key: tuple[Any, ...], step: Any, *what: Any) -> None:
+        """`step(state, *what)`, a step without results."""
         start_s = time.perf_counter()
-        self.state = step(self.state, what)
+        self.state = step(self.state, *what)
+        self._note_time(key, start_s)
+
+    def _note_time(self, key: tuple[Any, ...], start_s: float) -> None:
+        """Count the time since then, if a launch of this key is new: it has traced and compiled."""
         if key not in self._seen:
             self._seen.add(key)
             self.compile_s += time.perf_counter() - start_s
 
-    def _mode(self, slots: Iterable[int]) -> str:
-        """What the neediest of these slots needs."""
-        if not self._modes:  # as for most
-            return GREEDY
-        return max((self._modes.get(slot, GREEDY) for slot in slots), key=MODES.index, default=GREEDY)
+    def _all(self, slots: Iterable[int]) -> Needs:
+        """What serves all of these slots."""
+        if not self._needs:  # as for most
+            return NOTHING
+        return combined(self._needs.get(slot, NOTHING) for slot in slots)
 
     def _slots(self, slots: Sequence[int], size: int) -> jax.Array:
         """`slots` padded with the padding slot, on the device; the last few batches are kept there."""
@@ -229,25 +313,17 @@ class DeviceRunner:
             self._slot_arrays[key] = jax.device_put(np.array(key, np.int32))
         return self._slot_arrays[key]
 
-    def _launch(
-        self,
-        key: tuple[Any, ...],
-        step: Any,
-        before: tuple[Any, ...],
-        what: PrefillBatch | jax.Array,
-        rows: int,
-        mode: str,
-    ) -> PackedResult:
-        """`step(*before, state, what, mode=mode)`."""
+    def _launch(self, key: tuple[Any, ...], step: Any, before: tuple[Any, ...], *after: Any, needs: Needs) -> jax.Array:
+        """The packed result of `step(*before, state, *after, needs=needs)`."""
         self._admit_arrivals()
         start_s = time.perf_counter()
-        self.state, packed = step(*before, self.state, what, mode=mode)
+        self.state, packed = step(*before, self.state, *after, needs=needs)
         packed.copy_to_host_async()
         if key not in self._seen:  # the first call of a bucket traces and compiles before it returns
             self._seen.add(key)
             took_s = time.perf_counter() - start_s
-            self._note_compiled(key, step.lower(*before, self.state, what, mode=mode).compile(), took_s)
-        return PackedResult(packed, rows)
+            self._note_compiled(key, step.lower(*before, self.state, *after, needs=needs).compile(), took_s)
+        return packed
 
     def _note_compiled(self, key: tuple[Any, ...], compiled: Any, took_s: float) -> None:
         """Count time and scratch of a new step; `lower` and `compile` have found what the call had made."""
@@ -260,21 +336,21 @@ class DeviceRunner:
     # -- warm-up -------------------------------------------------------------------------------------------------
 
     def warmup_calls(
-        self, block_sizes: Sequence[int], modes: Sequence[str] = (GREEDY,)
+        self, block_sizes: Sequence[int], needs: Sequence[Needs] = (NOTHING,)
     ) -> Iterator[tuple[str, Callable[[], object]]]:
         """(label, call) for each bucket; a call runs the step on padding rows only, which changes nothing, and waits.
 
         Prefill rows times their width never exceed the chunk, which leaves some pairs of buckets unused.
         """
         yield "slots and tables", self._warm_updates
-        for mode in modes:
+        for one in needs:
             for spare in self.spare_batches():
                 for block in block_sizes:
-                    on = spare, block, mode
-                    yield f"decode {len(spare)}×{block} {mode}", lambda on=on: self._decode(*on).result()
+                    on = spare, block, one
+                    yield f"decode {len(spare)}×{block} {one}", lambda on=on: self._decode(*on).result()
             for size, width in prefill_buckets(self.max_prefill_rows, self.prefill_chunk):
-                on = size, width, mode
-                yield f"prefill {size}×{width} {mode}", lambda on=on: self._warm_prefill(*on)
+                on = size, width, one
+                yield f"prefill {size}×{width} {one}", lambda on=on: self._warm_prefill(*on)
 
     def spare_batches(self) -> list[list[int]]:
         """Padding slots for a round of each bucket."""
@@ -287,9 +363,9 @@ class DeviceRunner:
             self._extend([], size)
         self.finish([])
 
-    def _warm_prefill(self, size: int, width: int, mode: str) -> None:
-        self._prefill(prefill_batch([], size, width, spare_slot=self.num_slots), 0, mode).result()
+    def _warm_prefill(self, size: int, width: int, needs: Needs) -> None:
+        self._prefill(prefill_batch([], size, width, spare_slot=self.num_slots), 0, needs).result()
 
 
-def _launch_key(*parts: Any, mode: str) -> tuple[Any, ...]:
-    return parts if mode == GREEDY else (*parts, mode)
+def _launch_key(*parts: Any, needs: Needs) -> tuple[Any, ...]:
+    return parts if needs == NOTHING else (*parts, str(needs))

@@ -272,7 +272,7 @@ class Scheduler:
         if self._blocked == (request, self.pool.releases):
             return False
         tokens = request.tokens()
-        chain = self.cache.lookup(tokens, request.cache_salt)
+        chain = [] if request.reads_prompt else self.cache.lookup(tokens, request.cache_salt)
         need = self._reserved_pages(len(tokens), request) - len(chain)
         if need + self._headroom() > self.cache.available_beside(chain):
             self._blocked = (request, self.pool.releases)

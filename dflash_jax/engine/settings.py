@@ -9,6 +9,7 @@ from dflash_jax.errors import UserError
 DTYPES = ("auto", "float32", "bfloat16")
 SPECULATION = ("auto", "always", "never")
 DRAFT_SAMPLING = ("coupled", "argmax")
+LOGPROBS_MODES = ("raw_logprobs", "processed_logprobs", "raw_logits", "processed_logits")
 # Where the device tells no memory size (CPU), the pools get this much; elsewhere a share of what is free.
 CPU_KV_CACHE_BYTES = 512 * 1024**2
 DEVICE_MEMORY_SHARE = 0.8
@@ -27,6 +28,8 @@ class EngineSettings:
     with the acceptance seen lately; "always" = every round has the whole block; "never" = the draft is not loaded.
     draft_sampling: where a request samples, drafts are drawn with the noise of the target's own draw ("coupled"), at
     draft_temperature if given, or are the likeliest tokens ("argmax").  Acceptance depends on it, the output never.
+    logprobs_mode: log-probabilities of the target's own distribution, or of the one that tokens are drawn from after
+    all that the request asks for; or the logits of either.  Those of prompts are always the target's own.
     max_model_len: tokens of a request, prompt and output together.
     max_running_requests: requests decoded at once.
     kv_cache_bytes: both pools together.
@@ -41,6 +44,7 @@ class EngineSettings:
     speculation: str = "auto"
     draft_sampling: str = "coupled"
     draft_temperature: float | None = None
+    logprobs_mode: str = "raw_logprobs"
     max_model_len: int | None = None
     kernels: str = "auto"
     max_running_requests: int = 8
@@ -59,6 +63,8 @@ class EngineSettings:
             raise UserError(f"speculation {self.speculation!r} is not one of {', '.join(SPECULATION)}")
         if self.draft_sampling not in DRAFT_SAMPLING:
             raise UserError(f"draft_sampling {self.draft_sampling!r} is not one of {', '.join(DRAFT_SAMPLING)}")
+        if self.logprobs_mode not in LOGPROBS_MODES:
+            raise UserError(f"logprobs_mode {self.logprobs_mode!r} is not one of {', '.join(LOGPROBS_MODES)}")
         if self.draft_temperature is not None and not 0 < self.draft_temperature < float("inf"):
             raise UserError(f"draft_temperature must be a number above 0, not {self.draft_temperature!r}")
         for name, low in (("max_running_requests", 1), ("page_size", 1), ("chunked_prefill_size", 1),

@@ -90,7 +90,8 @@ class SpeculationStats:
 class Speculation:
     """Chooses widths among those that are compiled; `choose` and `observe` are the loop's two hooks.
 
-    key_of(slots, width) names the compiled round that would run; is_compiled(key): nothing is compiled on its account.
+    key_of(slots, width, masked) names the compiled round that would run, masked where a request has a grammar;
+    is_compiled(key): nothing is compiled on its account.
     It stays at the full width until EVIDENCE_ROUNDS rounds of it have been seen and another width is compiled and
     measured, so an engine that was not warmed up never leaves it.  From time to time it tries another width for a few
     rounds, since times and acceptance change; what that loses is bounded by PROBE_SHARE.
@@ -99,7 +100,7 @@ class Speculation:
     def __init__(
         self,
         largest: int,
-        key_of: Callable[[Sequence[int], int], Key],
+        key_of: Callable[..., Key],
         is_compiled: Callable[[Key], bool],
         times: RoundTimes | None = None,
     ):
@@ -129,7 +130,8 @@ class Speculation:
     def choose(self, live: Sequence[Request]) -> int:
         """The width of the next round of these requests."""
         slots = [request.seat.slot for request in live if request.seat]
-        keys = {width: self._key_of(slots, width) for width in self.widths}
+        masked = any(request.grammar for request in live)
+        keys = {width: self._key_of(slots, width, *([True] if masked else [])) for width in self.widths}
         width = self._choose(keys)
         self._rounds[width] += 1
         self._launched.append((keys[width], width))

@@ -14,7 +14,7 @@ from dflash_jax import axes
 from dflash_jax.cache import Pool
 from dflash_jax.config import TargetConfig
 from dflash_jax.layers import layer_specs, norm_spec, project_out, project_qkv, rms_norm, rope_tables, swiglu
-from dflash_jax.ops import XLA, Kernels, SamplingRows, greedy_tokens
+from dflash_jax.ops import XLA, EditRows, Kernels, SamplingRows, edited_logits, greedy_tokens
 from dflash_jax.params import Params, ParamSpec
 
 GREEDY, SAMPLE, FILTER = "greedy", "sample", "filter"
@@ -28,6 +28,7 @@ class Rows:
     ids, positions, locations int32 [S, B]; page_table int32 [S, W]; lengths int32 [S]: committed tokens
     before row 0 (so row i sits at position lengths + i).  `prefill` picks the attention op; `sampling` says how
     tokens are chosen and `mode` what of it is in use: GREEDY (no row samples), SAMPLE (no row filters) or FILTER.
+    edits: what requests change in the logits before (None: nobody anything), stop_ids int32 [S, K] is for it.
     """
 
     ids: Array
@@ -39,10 +40,21 @@ class Rows:
     prefill: bool = dataclasses.field(default=False, metadata={"static": True})
     sampling: SamplingRows | None = None
     mode: str = dataclasses.field(default=GREEDY, metadata={"static": True})
+    edits: EditRows | None = None
+    stop_ids: Array | None = None
 
     @property
     def attention(self) -> Any:
         return self.kernels.prefill_attention if self.prefill else self.kernels.block_attention
+
+    def edited(self, logits: Array, positions: Array, block_ids: Array | None = None) -> Array:
+        """Logits [S, K, V] of tokens at `positions` int32 [S, K], as the requests want them changed.
+
+        With block_ids int32 [S, K] row k counts the drafts up to its own as emitted.
+        """
+        if self.edits is None or self.stop_ids is None:
+            return logits
+        return edited_logits(logits, self.edits, self.stop_ids, positions, block_ids)
 
     def choose(self, logits: Array, positions: Array, ids: Array | None = None) -> Array:
         """The token int32 [S, K] that each request chooses at `positions` int32 [S, K] from float32 logits [S, K, V].

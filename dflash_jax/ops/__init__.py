@@ -5,11 +5,24 @@ Steps call ops through a `Kernels` value (`kernels.block_attention(…)`); the p
 """
 
 from dflash_jax.ops.dispatch import XLA, Kernels, select
-from dflash_jax.ops.reference import SamplingRows, greedy_tokens, is_broken, norm_rope, token_locations
+from dflash_jax.ops.reference import (
+    EditRows,
+    SamplingRows,
+    edited_logits,
+    greedy_tokens,
+    is_broken,
+    masked_logits,
+    norm_rope,
+    packed_logprobs,
+    processed_logits,
+    token_locations,
+    token_logprobs,
+)
 from dflash_jax.ops.reference.accept import BROKEN, LENGTH, RUNNING, STOP, Accepted
 from dflash_jax.ops.reference.numerics import align, apply_rope, dot, rms_norm
 
 __all__ = [
-    "BROKEN", "LENGTH", "RUNNING", "STOP", "XLA", "Accepted", "Kernels", "SamplingRows", "align", "apply_rope", "dot",
-    "greedy_tokens", "is_broken", "norm_rope", "rms_norm", "select", "token_locations",
+    "BROKEN", "LENGTH", "RUNNING", "STOP", "XLA", "Accepted", "EditRows", "Kernels", "SamplingRows", "align",
+    "apply_rope", "dot", "edited_logits", "greedy_tokens", "is_broken", "masked_logits", "norm_rope", "packed_logprobs",
+    "processed_logits", "rms_norm", "select", "token_locations", "token_logprobs",
 ]  # fmt: skip

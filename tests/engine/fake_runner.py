@@ -155,9 +155,11 @@ class FakeRunner:
 
     # -- the contract --------------------------------------------------------------------------------------------
 
-    def admit(self, slot: int, *, prompt_len: int, limit_tokens: int, pages: Any, stop_ids: Any, sampling: Any) -> None:
+    def admit(self, slot: int, *, prompt_ids: Any, output_ids: Any, limit_tokens: int, pages: Any,
+              stop_ids: Any, sampling: Any) -> None:  # fmt: skip
         assert 0 <= slot < self.num_slots
-        assert isinstance(sampling, Script) and prompt_len == len(sampling.prompt) < limit_tokens
+        assert isinstance(sampling, Script) and list(prompt_ids) == list(sampling.prompt)
+        assert len(prompt_ids) + len(output_ids) < limit_tokens
         assert 0 < len(pages) <= self.pages_per_slot and len(set(pages)) == len(pages) and 0 not in pages
         table = [*pages, *[0] * (self.pages_per_slot - len(pages))]
         state = SlotState(sampling, limit_tokens, tuple(stop_ids), table)

@@ -17,13 +17,15 @@ from dflash_jax.engine.packing import (
     admission,
     bucket,
     buckets,
+    combined,
     in_buckets,
+    needs_of,
     prefill_buckets,
-    sampling_mode,
     table_updates,
 )
 from dflash_jax.engine.runner import MemoryUse
-from dflash_jax.models import FILTER, GREEDY, SAMPLE
+from dflash_jax.models import FILTER, SAMPLE
+from dflash_jax.state import Needs
 
 from .device import V2, greedy, open_device, random_prompt, serve_prompts
 
@@ -65,9 +67,15 @@ def test_spare_rows_name_the_padding_slot_and_page():
 
 
 def test_what_a_request_needs_of_a_step():
-    assert sampling_mode(None) == sampling_mode(SamplingParams()) == GREEDY
-    assert sampling_mode(SamplingParams(temperature=1.0)) == SAMPLE
-    assert {sampling_mode(SamplingParams(temperature=1.0, **how)) for how in ({"top_p": 0.9}, {"top_k": 1})} == {FILTER}
+    assert needs_of(None) == needs_of(SamplingParams()) == Needs()
+    sample, nucleus = SamplingParams(temperature=1.0), SamplingParams(temperature=1.0, top_p=0.9)
+    assert needs_of(sample) == Needs(SAMPLE)
+    assert needs_of(nucleus) == needs_of(SamplingParams(temperature=1.0, top_k=1)) == Needs(FILTER)
+    biased, watched = SamplingParams(logit_bias={3: 1.0}), SamplingParams(logprobs=3, prompt_logprobs=0)
+    assert needs_of(biased) == Needs(edits=True) and needs_of(watched) == Needs(logprobs=5, prompt_logprobs=0)
+    both = combined(map(needs_of, (sample, biased, SamplingParams(logprobs=0), watched)))
+    assert both == Needs(SAMPLE, edits=True, logprobs=5, prompt_logprobs=0)
+    assert combined([]) == Needs()
 
 
 # -- the runner --------------------------------------------------------------------------------------------------------
