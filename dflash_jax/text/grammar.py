@@ -1,6 +1,8 @@
 """Which tokens may come next when a text must have a shape, by the library llguidance.
 
-A grammar of bytes is matched against the bytes of each token, so it does not matter how a text is cut into tokens.
+A grammar of bytes is matched against the bytes of each token, so it does not matter how a text is cut into tokens;
+only where the grammar leaves one continuation, the library allows the tokens alone that the tokenizer would cut it
+into.  Added tokens are never text: none may come but an end-of-text id, unless a Lark grammar names it.
 White space between the parts of JSON is at most one space: small models otherwise write spaces and new lines without
 end. A schema can choose for itself with the library's `"x-guidance": {"whitespace_pattern": …}`.
 """
@@ -56,7 +58,7 @@ class GrammarCompiler:
             self._pristine.move_to_end(key)
             if len(self._pristine) > KEPT:
                 self._pristine.popitem(last=False)
-            return Grammar(self._pristine[key].deep_copy(), self._bits)
+            return Grammar(self._pristine[key], self._bits)
 
     def _matcher(self, asked: StructuredOutputs) -> Any:
         """A matcher that can begin."""
@@ -70,18 +72,19 @@ class GrammarCompiler:
         try:
             Grammar(matcher, self._bits).masks(())
         except RuntimeError as error:
-            raise _unusable(asked, str(error)) from error
+            raise _unusable(asked, str(error).split(": ", 1)[1]) from error
         return matcher
 
 
 class Grammar:
     """Where one request stands in its grammar.  One thread at a time."""
 
-    def __init__(self, matcher: Any, bits: _Bits):
-        self._matcher = matcher
+    def __init__(self, beginning: Any, bits: _Bits):
+        self._beginning = beginning
+        self._matcher = beginning.deep_copy()
         self._bits = bits
+        self._text: list[int] = []  # what was emitted
         self._ended = False  # by an end-of-text id; `ignore_eos` may ask for more of them
-        self._num_tokens = 0
 
     @property
     def width(self) -> int:
@@ -92,47 +95,56 @@ class Grammar:
         """uint32 [len(drafts) + 1, width]: row k allows what may come after drafts[:k]; bit i of word w is id 32w + i.
 
         Rows after a draft that is not allowed allow all V ids.  The state stays as it was.  RuntimeError where nothing
-        may come now, because the vocabulary lacks it or the grammar became too complex for the library.
+        may come now, because the vocabulary lacks it or the grammar became too complex for the library; where that is
+        so after some drafts, their row is empty.
         """
         rows = np.tile(self._bits.real, (len(drafts) + 1, 1))
+        self._fill(rows[0], self._ended)
+        if not rows[0].any():
+            raise self._error("no token of the vocabulary may come now")
         ended, taken = self._ended, 0
-        for k, row in enumerate(rows):
-            self._fill(row, ended)
-            if k == len(drafts) or not _holds(row, int(drafts[k])):
+        for k, draft in enumerate(map(int, drafts)):
+            if not _holds(rows[k], draft):
                 break
-            ended = ended or int(drafts[k]) in self._bits.eos_ids
-            if not ended:
-                taken += self._matcher.try_consume_tokens([int(drafts[k])])
-                self._check(taken == k + 1, f"draft {drafts[k]} was allowed and then refused")
-        self._check(self._matcher.rollback(taken), "drafts could not be taken back")
-        self._check(bool(rows[0].any()), "no token of the vocabulary may come now")
+            ended = ended or draft in self._bits.eos_ids
+            taken += 0 if ended else self._matcher.try_consume_tokens([draft])
+            self._fill(rows[k + 1], ended)
+        self._take_back(taken)
         return rows
 
     def advance(self, tokens: Sequence[int]) -> None:
         """Take what was emitted, perhaps with an end-of-text id at the end; RuntimeError for what is not allowed."""
-        for token in tokens:
-            self._check(self._take(int(token)), f"token {token} is not allowed")
-            self._num_tokens += 1
+        for token in map(int, tokens):
+            if not self._take(token):
+                raise self._error(f"token {token} is not allowed")
 
     def _take(self, token: int) -> bool:
         if token in self._bits.eos_ids:
             self._ended = self._ended or self._matcher.is_accepting()
             return self._ended
-        if self._ended or not 0 <= token < self._bits.vocab_size:
+        if self._ended or not 0 <= token < self._bits.vocab_size or not self._matcher.try_consume_tokens([token]):
             return False
-        return self._matcher.try_consume_tokens([token]) == 1
+        self._text.append(token)
+        return True
+
+    def _take_back(self, count: int) -> None:
+        """Forget the last tokens.  After an error, which drafts may lead to, a matcher refuses all: then anew."""
+        if not self._matcher.is_error() and self._matcher.rollback(count):
+            return
+        self._matcher = self._beginning.deep_copy()
+        if self._matcher.try_consume_tokens(self._text) != len(self._text):
+            raise self._error("the text so far was allowed and then refused")
 
     def _fill(self, row: np.ndarray, ended: bool) -> None:
         """The end-of-text ids are the text's end only, also where the vocabulary has them as ordinary text."""
         row[:] = 0 if ended else self._bits.of(self._matcher)
-        if ended or self._matcher.is_accepting():
+        if ended or (self._matcher.is_accepting() and not self._matcher.is_error()):
             row |= self._bits.eos
 
-    def _check(self, fine: bool, problem: str) -> None:
-        """The library's own reason comes first: after an error it refuses everything."""
-        if not fine or self._matcher.is_error():
-            reason = _reason(self._matcher.get_error()) or problem
-            raise RuntimeError(f"structured output after {self._num_tokens} tokens: {reason}")
+    def _error(self, problem: str) -> RuntimeError:
+        """With the library's own reason where that is more than a code word: after an error it refuses everything."""
+        reason = _reason(self._matcher.get_error())
+        return RuntimeError(f"structured output after {len(self._text)} tokens: {reason if ' ' in reason else problem}")
 
 
 class _Bits:
