@@ -224,6 +224,14 @@ def test_masks_are_words_of_the_models_width(compiler, small):
             found.advance([outside])
 
 
+def test_no_id_is_below_zero(small):
+    """-1 is not the last bit of the last word."""
+    last = small.token_to_id("ab") | 31
+    found = GrammarCompiler(small, last + 1, EOS).compile(StructuredOutputs(regex=r"[\s\S]*"))
+    assert last in now(found)
+    assert ids_of(found.masks([-1])[1]) == set(range(last + 1))
+
+
 # -- ends --------------------------------------------------------------------------------------------------------------
 
 
@@ -253,6 +261,8 @@ def test_an_end_that_is_also_text_is_only_an_end(small):
     a, b = small.token_to_id("a"), small.token_to_id("b")
     found = GrammarCompiler(small, small.vocab_size, [a]).compile(StructuredOutputs(regex="[ab]{2,3}"))
     assert a not in now(found) and b in now(found)
+    assert [ids_of(row) for row in found.masks([b, b, a, a])][3:] == [{a}, {a}]
+    assert ids_of(found.masks([b, a])[2]) == set(range(small.vocab_size))
     found.advance([b, b])
     assert a in now(found)
     found.advance([a])
@@ -406,6 +416,8 @@ def test_too_complex_a_grammar_ends_in_one_sentence(small, monkeypatch, capfd):
         for _ in range(bad + 1):
             found.advance([a])
             found.masks([])
+    with pytest.raises(RuntimeError, match="Current row has"):
+        found.masks([])
     assert "\n" not in str(caught.value) and capfd.readouterr() == ("", "")
 
 
