@@ -62,7 +62,8 @@ def make_parser() -> argparse.ArgumentParser:
     add_sampling(p.add_argument_group("sampling"))
     add_execution(p.add_argument_group("execution"))
     output = p.add_argument_group("output")
-    output.add_argument("--json", action="store_true", help="one JSON object per prompt on stdout, nothing else there")
+    output.add_argument("--json", action="store_true", help="one JSON object per prompt (with --n: per sample) on"
+                        " stdout, nothing else there")  # fmt: skip
     output.add_argument("--quiet", action="store_true", help="only errors on stderr: no progress, no summary")
     return p
 
@@ -91,6 +92,8 @@ def add_sampling(group: argparse._ArgumentGroup) -> None:
     group.add_argument("--top-k", type=int, metavar="K", help="the K likeliest tokens")
     group.add_argument("--min-p", type=float, metavar="P", help="tokens at least P times as likely as the likeliest")
     group.add_argument("--seed", type=int, metavar="N", help="same seed, same tokens (default: a random one, reported)")
+    group.add_argument("--n", type=int, metavar="N", help="samples of each prompt, with seeds that count up from"
+                       " --seed; needs a temperature (default: 1)")  # fmt: skip
     group.add_argument("--stop", action="append", metavar="TEXT", help="text that ends the output and is cut from it;"
                        " may be repeated")  # fmt: skip
     group.add_argument("--include-stop-str-in-output", action="store_true", default=None, help="keep the text that"
@@ -198,17 +201,25 @@ class Printer:
         self.jobs = jobs
         self.as_json = as_json
         self.turn = 0
+        self._headed = 0  # jobs whose heading has been written
 
     def show(self) -> None:
         """Print what is new."""
         while self.turn < len(self.jobs):
             job = self.jobs[self.turn]
             if not self.as_json:
+                self._head(job)
                 write(job.new_text() if job.stream else job.new_ids())
             if not job.finished:
                 return
             self._end(job)
             self.turn += 1
+
+    def _head(self, job: Job) -> None:
+        """Which sample follows, where there are several."""
+        if len(job.siblings) > 1 and self._headed == self.turn:
+            write(f"--- {job.name} ---\n")
+        self._headed = self.turn + 1
 
     def _end(self, job: Job) -> None:
         if self.as_json:
@@ -220,6 +231,7 @@ class Printer:
         out = job.output()
         return {
             "prompt": self.originals[self.turn],
+            **({"index": out.index} if len(job.siblings) > 1 else {}),
             "prompt_tokens": len(out.prompt_token_ids),
             "token_ids": out.token_ids,
             "text": out.text,
@@ -276,7 +288,8 @@ def summary(outputs: Sequence[RequestOutput], took_s: float, compile_s: float) -
     mean = f"{sum(accepted) / len(accepted):.2f}" if accepted else "-"
     aborted = sum(out.finish_reason == "abort" for out in outputs)
     notes = [f"{compile_s:.1f} s to make the steps ready not counted"] if compile_s else []
-    notes += [f"{aborted} of {len(outputs)} prompts not finished"] if aborted else []
+    what = "samples" if any(out.index for out in outputs) else "prompts"
+    notes += [f"{aborted} of {len(outputs)} {what} not finished"] if aborted else []
     return (
         f"{tokens} token{'s' if tokens != 1 else ''} in {took_s:.2f} s, {tokens / max(took_s, 1e-9):.1f} tok/s,"
         f" mean acceptance {mean}" + (f" ({'; '.join(notes)})" if notes else "")
@@ -290,6 +303,7 @@ def run(args: argparse.Namespace) -> int:
     names, originals = zip(*prompts, strict=True)
     jobs = llm.make_jobs([with_template(llm, prompt, args) for prompt in originals], params, names)
     before_s, compiled_s = time.perf_counter(), llm.engine.compile_s
+    originals = [original for original in originals for _ in range(params.n)]
     code = serve(llm, jobs, Printer(llm, originals, jobs, args.json))
     compile_s = llm.engine.compile_s - compiled_s
     took_s = time.perf_counter() - before_s - compile_s

@@ -13,7 +13,7 @@ from tqdm import tqdm
 
 from dflash_jax.demo import demo_draft_path, demo_target_path
 from dflash_jax.drafters.registry import check_unused
-from dflash_jax.engine.engine import Engine, check_ids
+from dflash_jax.engine.engine import Engine, check_ids, random_seed
 from dflash_jax.engine.loop import Update
 from dflash_jax.engine.request import Request
 from dflash_jax.engine.settings import EngineSettings
@@ -28,18 +28,20 @@ log = logging.getLogger("dflash_jax")
 Prompt = str | Sequence[int] | Sequence[Mapping[str, Any]]
 """Text, token ids, or chat messages ({"role": …, "content": …})."""
 News = deque[tuple["Job", Update]]
+SIBLING_PRIORITY = -1  # ahead of waiting prompts: while the first sample runs, its prefix pages are sure to be there
 
 
 @dataclasses.dataclass
 class RequestOutput:
-    """What became of one prompt.
+    """What became of one prompt, or of one of its samples: `outputs` are all n of them, this one first.
 
     token_ids: generated ones, with the stop token that ended them.  text: theirs, without that token and without the
     stop text (unless include_stop_str_in_output); None when the target has no tokenizer.  finish_reason: "stop",
     "length" or "abort" (`error` says why, when the model is to blame).  accept_lengths: tokens committed by each round,
-    bonus included; the first token comes from prefill and is in no round.  cached_tokens: prompt tokens found in the prefix cache.  seed: what the noise was
-    drawn with, None for greedy decoding.  Seconds:
-    time_to_first_token_s counts from submission and includes compiling, decode_s (all tokens but the first) does not.
+    bonus included; the first token comes from prefill and is in no round.  cached_tokens: prompt tokens found in the
+    prefix cache.  seed: what the noise was drawn with, None for greedy decoding; sample i has that of sample 0 plus i.
+    Seconds: time_to_first_token_s counts from submission and includes compiling, decode_s (all tokens but the first)
+    does not.
     """
 
     prompt: Prompt
@@ -53,6 +55,13 @@ class RequestOutput:
     decode_s: float | None
     seed: int | None = None
     error: str | None = None
+    index: int = 0
+    others: list[RequestOutput] = dataclasses.field(default_factory=list)
+
+    @property
+    def outputs(self) -> list[RequestOutput]:
+        """All samples of the prompt, in the order of their `index`, if this is the first."""
+        return [self, *self.others]
 
     @property
     def rounds(self) -> int:
@@ -74,26 +83,32 @@ class GenerationError(UserError):
 
     def __init__(self, outputs: Sequence[RequestOutput]):
         self.outputs = list(outputs)
-        super().__init__("; ".join(out.error for out in outputs if out.error))
+        super().__init__("; ".join(one.error for out in outputs for one in out.outputs if one.error))
 
 
 class Job:
-    """One prompt on its way: its request, its text, what has been shown of it.  `name` stands for it in messages."""
+    """A sample of a prompt on its way: its request, its text, what has been shown of it.
 
-    def __init__(self, name: str, prompt: Prompt, ids: list[int], params: SamplingParams, llm: LLM):
+    `name` stands for it in messages.  `siblings` are all samples of the prompt, itself included, by `index`.
+    """
+
+    def __init__(self, name: str, prompt: Prompt, ids: list[int], params: SamplingParams, llm: LLM, index: int = 0):
         self.name = name
         self.prompt = prompt
         self.ids = ids
         self.params = params
+        self.index = index
+        self.siblings = [self]
         self.stream = make_stream(llm.tokenizer, params) if llm.tokenizer else None
         self.request: Request | None = None
         self._engine = llm.engine
+        self._dropped = False
         self._shown = 0
         self._compile_s: list[float] = []  # the engine's `compile_s` at the first token and at the latest
 
     @property
     def finished(self) -> bool:
-        return self.request is not None and self.request.finished
+        return self._dropped or (self.request is not None and self.request.finished)
 
     def submit(self, eos_token_ids: Sequence[int], news: News) -> None:
         """Queue the request; the job goes to `news` whenever it has new tokens, and when it has ended."""
@@ -103,10 +118,13 @@ class Job:
             on_tokens=self._on_tokens,
             on_update=lambda update: news.append((self, update)),
             eos_token_ids=eos_token_ids,
+            priority=SIBLING_PRIORITY if self.index else 0,
         )
 
     def abort(self) -> None:
-        if self.request is not None and not self.request.finished:
+        if self.request is None:
+            self._dropped = True
+        elif not self.request.finished:
             self._engine.abort(self.request.request_id)
 
     def _on_tokens(self, request: Request, tokens: Sequence[int]) -> bool:
@@ -165,8 +183,9 @@ class Job:
             cached_tokens=request.cached_tokens,
             time_to_first_token_s=None if first_s is None else first_s - request.arrival_s,
             decode_s=None if first_s is None or end_s is None else self._decode_s(end_s - first_s),
-            seed=getattr(request.sampling, "seed", None) if not self.params.greedy else None,
+            seed=getattr(request.sampling, "seed", self.params.seed) if not self.params.greedy else None,
             error=self.error,
+            index=self.index,
         )
 
     def _decode_s(self, wall_s: float) -> float:
@@ -229,15 +248,17 @@ class LLM:
         """Outputs in the order of the prompts; a single prompt counts as a list of one.
 
         A text is continued as it stands; chat messages go through the model's chat template.  `params` is one for
-        all prompts or one each.  UserError for a bad prompt, before any of them runs; GenerationError, after all
-        others are done, for one on which the model itself fails.
+        all prompts or one each.  With n > 1 an output is that of the first sample, and its `outputs` are all: each is
+        what a request of its own with its seed would give, and they share the prompt's pages.  UserError for a bad
+        prompt, before any of them runs; GenerationError, after all others are done, for one on which the model itself
+        fails.
         """
         jobs = self.make_jobs(prompts, params)
-        with tqdm(total=len(jobs), desc="prompts", disable=not progress) as bar:
+        with tqdm(total=len(jobs), desc="outputs", disable=not progress) as bar:
             for job in self.serve(jobs):
                 bar.update(job.finished)
-        outputs = [job.output() for job in jobs]
-        if any(out.error for out in outputs):
+        outputs = gather(jobs)
+        if any(one.error for out in outputs for one in out.outputs):
             raise GenerationError(outputs)
         return outputs
 
@@ -245,6 +266,8 @@ class LLM:
         """The text of one prompt, piece by piece as it is accepted.  Leaving early aborts the request."""
         if self.tokenizer is None:
             raise UserError(f"target {self.target} has no tokenizer, so there is no text to stream")
+        if params is not None and params.n > 1:
+            raise UserError(f"a stream is the text of one sample, and n is {params.n}")
         jobs = self.make_jobs([prompt], params)
         return self._stream(jobs[0])
 
@@ -265,14 +288,17 @@ class LLM:
         params: SamplingParams | Sequence[SamplingParams] | None = None,
         names: Sequence[str] | None = None,
     ) -> list[Job]:
-        """Prompts as token ids, checked before any of them runs.  `names` stand for the prompts in messages."""
+        """A job for each sample of each prompt: token ids, checked before any of them runs.
+
+        `names` stand for the prompts in messages.
+        """
         listed = prompt_list(prompts)
         if names is None:
             names = ["the prompt"] if len(listed) == 1 else [f"prompt {i}" for i in range(1, len(listed) + 1)]
         each = params_list(params, len(listed))
-        return [self._job(*one) for one in zip(names, listed, each, strict=True)]
+        return [job for one in zip(names, listed, each, strict=True) for job in self._jobs(*one)]
 
-    def _job(self, name: str, prompt: Prompt, params: SamplingParams) -> Job:
+    def _jobs(self, name: str, prompt: Prompt, params: SamplingParams) -> list[Job]:
         if params.stop and self.tokenizer is None:
             raise UserError(f"target {self.target} has no tokenizer, so stop texts cannot be found: use stop_token_ids"
                             " (--stop-token-ids)")  # fmt: skip
@@ -287,7 +313,13 @@ class LLM:
         if len(ids) >= longest:
             raise UserError(f"{name} has {len(ids)} tokens, which leaves no room for a new one in the {longest} of"
                             " max_model_len")  # fmt: skip
-        return Job(name, prompt, ids, params, self)
+        if params.n == 1:
+            return [Job(name, prompt, ids, params, self)]
+        samples = sample_params(params)
+        jobs = [Job(f"{name}, sample {i}", prompt, ids, one, self, i) for i, one in enumerate(samples)]
+        for job in jobs:
+            job.siblings = jobs
+        return jobs
 
     def encode(self, prompt: Prompt) -> list[int]:
         """Token ids of a prompt of any kind."""
@@ -306,11 +338,15 @@ class LLM:
         return self.tokenizer
 
     def serve(self, jobs: Sequence[Job]) -> Generator[Job, None, None]:
-        """Run jobs together; yields a job each time it has new tokens or ends.  Leaving early aborts those left."""
+        """Run jobs together; yields a job each time it has new tokens or ends.  Leaving early aborts those left.
+
+        The first sample of a prompt goes ahead; the others follow when it has a token, and then find its prefix pages.
+        """
         news: News = deque()
         try:
             for job in jobs:
-                job.submit(self.eos_token_ids, news)
+                if job.index == 0:
+                    job.submit(self.eos_token_ids, news)
             left = len(jobs)
             while left:
                 self.engine.advance(unless=lambda: bool(news))
@@ -319,12 +355,41 @@ class LLM:
                     left -= update.finish_reason is not None
                     if update.request.error is not None:
                         raise update.request.error
+                    for dropped in self._go_on(job, update, news):
+                        left -= 1
+                        yield dropped
                     yield job
         finally:
             for job in jobs:
                 job.abort()
             if self.engine.has_work:  # what is in flight for these jobs lands, so that its pages are free again
                 self.engine.advance()
+
+    def _go_on(self, job: Job, update: Update, news: News) -> list[Job]:
+        """Submit the samples that waited for this one; after an abort all end, and those that waited are returned."""
+        waiting = [sibling for sibling in job.siblings if sibling.request is None and not sibling.finished]
+        if update.finish_reason == "abort":
+            for sibling in job.siblings:
+                sibling.abort()
+            return waiting
+        for sibling in waiting:
+            sibling.submit(self.eos_token_ids, news)
+        return []
+
+
+def gather(jobs: Sequence[Job]) -> list[RequestOutput]:
+    """An output for each prompt: the first sample's, with those of the others."""
+    return [
+        dataclasses.replace(job.output(), others=[other.output() for other in job.siblings[1:]])
+        for job in jobs
+        if job.index == 0
+    ]
+
+
+def sample_params(params: SamplingParams) -> list[SamplingParams]:
+    """Parameters of each of the n samples: their seeds count up from the first one's, modulo 2**64."""
+    seed = random_seed() if params.seed is None else params.seed
+    return [dataclasses.replace(params, n=1, seed=(seed + i) % 2**64 if i else seed) for i in range(params.n)]
 
 
 def prompt_list(prompts: Any) -> list[Any]:

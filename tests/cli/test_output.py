@@ -6,6 +6,7 @@ import io
 import json
 import logging
 import re
+import signal
 import sys
 from pathlib import Path
 from typing import Any
@@ -15,7 +16,7 @@ from llm.text_target import PAIR, PERIOD, START, known_case, known_prompt  # pyr
 
 from dflash_jax import SamplingParams
 from dflash_jax.engine.settings import EngineSettings
-from dflash_jax.generate import main
+from dflash_jax.generate import Printer, main
 
 from .conftest import KEYS, Cli
 
@@ -135,6 +136,47 @@ def test_options_that_have_no_effect_are_named(cli: Cli, pair: list[str]) -> Non
     assert "without" not in cli(*pair, *known(2), "--top-p", 0.5, "--seed", 1, "--temperature", 0.1).err
 
 
+SAMPLES = ["--temperature", 0.7, "--seed", 5, "--max-new-tokens", 9, "--n", 3, "--max-running-requests", 2]
+
+
+def test_several_samples_are_an_object_each(cli: Cli, pair: list[str]) -> None:
+    """The others of a prompt come before the next prompt; each is that of its own seed."""
+    found = cli(*pair, "--prompt-ids", KNOWN, "--prompt-ids", STEADY, *SAMPLES, "--json").objects
+    assert [(item["prompt"], item["index"], item["seed"]) for item in found] == [
+        (prompt, i, 5 + i) for prompt in (known_prompt(), known_prompt(12)) for i in range(3)
+    ]
+    assert list(found[0])[:2] == ["prompt", "index"]
+    solo = cli(*pair, "--prompt-ids", STEADY, *SAMPLES, "--n", 1, "--seed", 7, "--json").objects
+    assert (solo[0]["token_ids"], solo[0]["text"]) == (found[5]["token_ids"], found[5]["text"])
+    assert "index" not in solo[0]
+
+
+def test_several_samples_stand_under_headings(cli: Cli, pair: list[str]) -> None:
+    words = [*pair, "--prompt-ids", KNOWN, *SAMPLES]
+    texts = [item["text"] for item in cli(*words, "--json").objects]
+    expected = "\n".join(f"--- the prompt, sample {i} ---\n{text}\n" for i, text in enumerate(texts))
+    assert cli(*words).out == expected
+    two = cli(*words, "--prompt-ids", STEADY).out
+    assert two.startswith(expected.replace("the prompt", "prompt 1"))
+    assert "\n\n--- prompt 2, sample 0 ---\n" in two
+
+
+def test_ctrl_c_ends_all_samples(cli: Cli, pair: list[str], monkeypatch: pytest.MonkeyPatch) -> None:
+    """At the first token: the others have not been submitted for a whole step."""
+    show = Printer.show
+
+    def interrupted(self: Printer) -> None:
+        show(self)
+        if not self.jobs[0].finished:
+            signal.raise_signal(signal.SIGINT)
+
+    monkeypatch.setattr(Printer, "show", interrupted)
+    result = cli(*pair, "--prompt-ids", KNOWN, *SAMPLES, "--max-new-tokens", 200, "--ignore-eos", "--json")
+    assert result.code == 130
+    assert [(item["index"], item["finish_reason"]) for item in result.objects] == [(i, "abort") for i in range(3)]
+    assert result.err.splitlines()[-1].endswith("3 of 3 samples not finished)")
+
+
 # -- text --------------------------------------------------------------------------------------------------------------
 
 
@@ -213,7 +255,8 @@ def test_help(capsys: pytest.CaptureFixture[str]) -> None:
     text = " ".join(capsys.readouterr().out.split())
     for option in ("--target", "--draft", "--prompts-file", "--prompt-ids", "--raw", "--system", "--max-new-tokens",
                    "--temperature", "--top-p", "--top-k", "--min-p", "--seed", "--stop", "--ignore-eos", "--block-size",
-                   "--dtype", "--max-model-len", "--kernels", "--platform", "--json"):  # fmt: skip
+                   "--dtype", "--max-model-len", "--kernels", "--platform", "--json", "--n", "--min-tokens", "--stop-token-ids",
+                   "--include-stop-str-in-output"):  # fmt: skip
         assert option in text
     assert f"in tokens (default: {SamplingParams().max_new_tokens})" in text
     assert f"at once (default: {EngineSettings('x').max_running_requests})" in text
