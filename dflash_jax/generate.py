@@ -110,6 +110,11 @@ def add_execution(group: argparse._ArgumentGroup) -> None:
                        " for (default: that)")  # fmt: skip
     group.add_argument("--speculation", choices=("auto", "always", "never"), help="'never' leaves the draft out;"
                        " 'auto' (default) and 'always' differ only in engines that were warmed up")  # fmt: skip
+    group.add_argument("--draft-sampling", choices=("coupled", "argmax"), help="where a temperature is given, drafts"
+                       " are drawn with the noise of the target's own draw (default) or are the likeliest tokens; the"
+                       " output is the same")  # fmt: skip
+    group.add_argument("--draft-temperature", type=float, metavar="T", help="for coupled drafts (default: that of the"
+                       " request)")  # fmt: skip
     group.add_argument("--dtype", choices=("auto", "float32", "bfloat16"), help="of weights and KV cache (default:"
                        " auto = float32 on CPU, bfloat16 elsewhere)")  # fmt: skip
     group.add_argument("--max-model-len", type=int, metavar="N", help="longest prompt and output together, in tokens"
@@ -185,8 +190,8 @@ def sampling_params(args: argparse.Namespace) -> SamplingParams:
 def load_llm(args: argparse.Namespace) -> LLM:
     from dflash_jax.llm import LLM
 
-    names = ("block_size", "speculation", "dtype", "max_model_len", "kernels", "max_running_requests", "kv_cache_bytes",
-             "overlap", "weights_cache")  # fmt: skip
+    names = ("block_size", "speculation", "draft_sampling", "draft_temperature", "dtype", "max_model_len", "kernels",
+             "max_running_requests", "kv_cache_bytes", "overlap", "weights_cache")  # fmt: skip
     options = {name: getattr(args, name) for name in names if getattr(args, name) is not None}
     bars = not args.quiet and sys.stderr is not None and sys.stderr.isatty()  # elsewhere, bars are a flood of lines
     return LLM(args.target, args.draft, platform=args.platform, progress=bars, **options)

@@ -415,6 +415,9 @@ def make_settings(target: str, draft: str, options: Mapping[str, Any]) -> Engine
     unknown = [name for name in options if name not in known]
     if unknown:
         raise UserError(f"LLM has no option {', '.join(unknown)} (options: {', '.join(known)})")
+    heat = options.get("draft_temperature")
+    if heat is not None and options.get("draft_sampling") == "argmax":
+        raise UserError(f"draft_temperature {heat} has no meaning with draft_sampling 'argmax'")
     return EngineSettings(target=str(target), draft=str(draft), **options)
 
 

@@ -73,6 +73,13 @@ MISTAKES: list[tuple[list[Any], str]] = [
     ([*TARGET, "--draft", "/no/such/draft", *IDS, "--speculation", "never"], "/no/such/draft: no such file or folder"),
     ([*TARGET, "--draft", "ngram:0", *IDS, "--speculation", "never"], "draft 'ngram:0' is not ngram:MAX or "),
     ([*TARGET, "--draft", TARGET[1], *IDS, "--speculation", "never"], "is not a draft that this version knows"),
+    ([*BOTH, *IDS, "--draft-sampling", "gumbel"], "argument --draft-sampling: invalid choice: 'gumbel' (choose from "),
+    ([*BOTH, *IDS, "--draft-temperature", "0"], "draft_temperature must be a number above 0, not 0.0"),
+    ([*BOTH, *IDS, "--draft-temperature", "nan"], "draft_temperature must be a number above 0, not nan"),
+    (
+        [*BOTH, *IDS, "--draft-temperature", "0.5", "--draft-sampling", "argmax"],
+        "draft_temperature 0.5 has no meaning with draft_sampling 'argmax'",
+    ),
     ([*TARGET, "--draft", "ngram", *IDS, "--block-size", "1000000"], "block_size 1000000 is outside 2 … 256 of draft"),
     ([*BOTH, *IDS, "--block-size", "0"], "block_size must be an integer of at least 2, not 0"),
     ([*BOTH, *IDS, "--block-size", "1"], "block_size must be an integer of at least 2, not 1"),

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import io
 import json
 import logging
@@ -9,12 +10,12 @@ import re
 import signal
 import sys
 from pathlib import Path
-from typing import Any
+from typing import Any, NoReturn
 
 import pytest
 from llm.text_target import PAIR, PERIOD, START, known_case, known_prompt  # pyright: ignore[reportMissingImports]
 
-from dflash_jax import SamplingParams
+from dflash_jax import SamplingParams, UserError
 from dflash_jax.engine.settings import EngineSettings
 from dflash_jax.generate import Printer, main
 
@@ -177,6 +178,38 @@ def test_ctrl_c_ends_all_samples(cli: Cli, pair: list[str], monkeypatch: pytest.
     assert result.err.splitlines()[-1].endswith("3 of 3 samples not finished)")
 
 
+OPTIONS: dict[str, Any] = {
+    "block_size": 5, "speculation": "always", "draft_sampling": "argmax", "draft_temperature": 0.5, "dtype": "float32",
+    "max_model_len": 99, "kernels": "xla", "max_running_requests": 3, "kv_cache_bytes": 10**6, "weights_cache": "w",
+}  # fmt: skip
+
+
+def test_options_reach_the_engine(cli: Cli, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Each with its value, and none that is not given."""
+    asked: list[Any] = []
+
+    def refuse(*args: object, **options: object) -> NoReturn:
+        asked.append((args, options))
+        raise UserError("enough")
+
+    monkeypatch.setattr("dflash_jax.llm.LLM", refuse)
+    words = [word for name, value in OPTIONS.items() for word in (f"--{name.replace('_', '-')}", value)]
+    assert cli("--target", "t", "--draft", "d", "x", *words, "--disable-overlap").error == "enough"
+    assert cli("x").error == "enough"
+    bare = {"platform": None, "progress": False}
+    assert asked == [(("t", "d"), {**bare, **OPTIONS, "overlap": False}), ((None, None), bare)]
+    assert set(OPTIONS) <= {field.name for field in dataclasses.fields(EngineSettings)}
+
+
+@pytest.mark.slow
+def test_drafts_may_be_chosen_in_either_way(cli: Cli, pair: list[str]) -> None:
+    words = [*pair, *known(40), "--temperature", 1, "--seed", 3, "--max-running-requests", 1, "--json"]
+    coupled = cli(*words, "--draft-temperature", 0.2).objects[0]
+    argmax = cli(*words, "--draft-sampling", "argmax").objects[0]
+    assert coupled["token_ids"] == argmax["token_ids"]
+    assert coupled["accept_lengths"] != argmax["accept_lengths"]
+
+
 # -- text --------------------------------------------------------------------------------------------------------------
 
 
@@ -255,7 +288,8 @@ def test_help(capsys: pytest.CaptureFixture[str]) -> None:
     text = " ".join(capsys.readouterr().out.split())
     for option in ("--target", "--draft", "--prompts-file", "--prompt-ids", "--raw", "--system", "--max-new-tokens",
                    "--temperature", "--top-p", "--top-k", "--min-p", "--seed", "--stop", "--ignore-eos", "--block-size",
-                   "--dtype", "--max-model-len", "--kernels", "--platform", "--json", "--n", "--min-tokens", "--stop-token-ids",
+                   "--dtype", "--max-model-len", "--kernels", "--platform", "--json", "--n", "--min-tokens",
+                   "--stop-token-ids", "--draft-sampling", "--draft-temperature",
                    "--include-stop-str-in-output"):  # fmt: skip
         assert option in text
     assert f"in tokens (default: {SamplingParams().max_new_tokens})" in text
