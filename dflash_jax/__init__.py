@@ -16,7 +16,9 @@ if TYPE_CHECKING:
     from dflash_jax.engine.settings import EngineSettings
     from dflash_jax.errors import CheckpointError, UserError
     from dflash_jax.llm import LLM, RequestOutput
+    from dflash_jax.logprobs import Logprob
     from dflash_jax.sampling import SamplingParams
+    from dflash_jax.structured import StructuredOutputs
 
 __version__ = "0.1.0"
 
@@ -27,14 +29,16 @@ _HOMES = {
     "EngineSettings": "engine.settings",
     "EngineStopped": "engine.engine",
     "LLM": "llm",
+    "Logprob": "logprobs",
     "RequestOutput": "llm",
     "SamplingParams": "sampling",
+    "StructuredOutputs": "structured",
     "UserError": "errors",
 }
 
 __all__ = [
-    "LLM", "AsyncEngine", "CheckpointError", "Engine", "EngineSettings", "EngineStopped", "RequestOutput",
-    "SamplingParams", "UserError",
+    "LLM", "AsyncEngine", "CheckpointError", "Engine", "EngineSettings", "EngineStopped", "Logprob",
+    "RequestOutput", "SamplingParams", "StructuredOutputs", "UserError",
 ]  # fmt: skip
 
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import logging
+import threading
 from collections import deque
 from collections.abc import Generator, Iterator, Mapping, Sequence
 from typing import Any
@@ -15,11 +16,15 @@ from dflash_jax.demo import demo_draft_path, demo_target_path
 from dflash_jax.drafters.registry import check_unused
 from dflash_jax.engine.engine import Engine, check_ids, random_seed
 from dflash_jax.engine.loop import Update
+from dflash_jax.engine.protocol import Grammar
 from dflash_jax.engine.request import Request
 from dflash_jax.engine.settings import EngineSettings
 from dflash_jax.errors import UserError
+from dflash_jax.logprobs import Logprob, by_position
 from dflash_jax.sampling import SamplingParams, is_integer
+from dflash_jax.structured import StructuredOutputs
 from dflash_jax.text import Tokenizer, encode_chat, load_tokenizer
+from dflash_jax.text.grammar import GrammarCompiler
 from dflash_jax.text.stream import TextStream
 from dflash_jax.weights import open_target
 
@@ -55,6 +60,8 @@ class RequestOutput:
     decode_s: float | None
     seed: int | None = None
     error: str | None = None
+    logprobs: list[dict[int, Logprob]] | None = None
+    prompt_logprobs: list[dict[int, Logprob] | None] | None = None
     index: int = 0
     others: list[RequestOutput] = dataclasses.field(default_factory=list)
 
@@ -100,8 +107,10 @@ class Job:
         self.index = index
         self.siblings = [self]
         self.stream = make_stream(llm.tokenizer, params) if llm.tokenizer else None
+        self.grammar = llm.grammar(params.structured_outputs)
         self.request: Request | None = None
         self._engine = llm.engine
+        self._tokenizer = llm.tokenizer
         self._dropped = False
         self._shown = 0
         self._compile_s: list[float] = []  # the engine's `compile_s` at the first token and at the latest
@@ -119,6 +128,7 @@ class Job:
             on_update=lambda update: news.append((self, update)),
             eos_token_ids=eos_token_ids,
             priority=SIBLING_PRIORITY if self.index else 0,
+            grammar=self.grammar,
         )
 
     def abort(self) -> None:
@@ -185,8 +195,21 @@ class Job:
             decode_s=None if first_s is None or end_s is None else self._decode_s(end_s - first_s),
             seed=getattr(request.sampling, "seed", self.params.seed) if not self.params.greedy else None,
             error=self.error,
+            logprobs=self._logprobs(request),
+            prompt_logprobs=self._prompt_logprobs(request),
             index=self.index,
         )
+
+    def _logprobs(self, request: Request) -> list[dict[int, Logprob]] | None:
+        if self.params.logprobs is None:
+            return None
+        return by_position(request.output_ids, request.logprobs, self._tokenizer)
+
+    def _prompt_logprobs(self, request: Request) -> list[dict[int, Logprob] | None] | None:
+        if self.params.prompt_logprobs is None:
+            return None
+        found = request.prompt_logprobs
+        return [None, *by_position(self.ids[1 : len(found) + 1], found, self._tokenizer)]
 
     def _decode_s(self, wall_s: float) -> float:
         compiling_s = self._compile_s[-1] - self._compile_s[0] if self._compile_s else 0.0
@@ -221,6 +244,8 @@ class LLM:
         self.tokenizer = load_tokenizer(self.engine.loaded.checkpoint.path)
         eos = self.tokenizer.eos_token_ids if self.tokenizer else ()
         self.eos_token_ids = tuple(dict.fromkeys((*self.engine.loaded.config.eos_token_ids, *eos)))
+        self._making_grammars = threading.Lock()
+        self._grammars: GrammarCompiler | None = None
 
     @property
     def target(self) -> str:
@@ -320,6 +345,16 @@ class LLM:
         for job in jobs:
             job.siblings = jobs
         return jobs
+
+    def grammar(self, asked: StructuredOutputs | None) -> Grammar | None:
+        """A new state of what is asked for, compiled once for all requests that ask for the same."""
+        if asked is None:
+            return None
+        with self._making_grammars:
+            if self._grammars is None:  # takes a second, and most never need it
+                vocab_size = self.engine.loaded.config.vocab_size
+                self._grammars = GrammarCompiler(self.tokenizer, vocab_size, self.eos_token_ids)
+        return self._grammars.compile(asked)
 
     def encode(self, prompt: Prompt) -> list[int]:
         """Token ids of a prompt of any kind."""

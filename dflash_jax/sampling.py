@@ -9,6 +9,7 @@ from typing import Any
 
 from dflash_jax.errors import UserError
 from dflash_jax.state import MAX_STOP_IDS
+from dflash_jax.structured import StructuredOutputs
 
 MAX_LOGPROBS = 20  # alternatives with a token, as in vLLM
 TOKEN_LISTS = ("stop_token_ids", "bad_token_ids", "allowed_token_ids", "logit_bias")
@@ -36,6 +37,8 @@ class SamplingParams:
     logprobs: log-probabilities of each token and of so many likeliest alternatives (0: of the token alone);
     prompt_logprobs: the same for the prompt, which is then not taken from the prefix cache.
 
+    structured_outputs: the shape that the text must have; it ends when that is complete (or at max_new_tokens).
+
     UserError for a value out of range.
     """
 
@@ -59,6 +62,7 @@ class SamplingParams:
     bad_token_ids: Sequence[int] = ()
     logprobs: int | None = None
     prompt_logprobs: int | None = None
+    structured_outputs: StructuredOutputs | None = None
 
     @property
     def greedy(self) -> bool:
@@ -83,6 +87,20 @@ class SamplingParams:
             object.__setattr__(self, name, _as_tuple(getattr(self, name)))
         self._check_lists()
         self._make_plain()
+
+        if self.structured_outputs is not None:
+            self._check_structured(self.structured_outputs)
+
+    def _check_structured(self, asked: Any) -> None:
+        """The text must be able to go on as its shape wants, and to end when that is complete."""
+        if not isinstance(asked, StructuredOutputs):
+            raise UserError(f"structured_outputs must be StructuredOutputs(…), not {asked!r:.60}")
+        against = {"ignore_eos": self.ignore_eos, "min_tokens": self.min_tokens > 0,
+                   "allowed_token_ids": self.allowed_token_ids is not None,
+                   "bad_token_ids": bool(self.bad_token_ids)}  # fmt: skip
+        found = [name for name, given in against.items() if given]
+        if found:
+            raise UserError(f"structured_outputs cannot be combined with {' and '.join(found)}")
 
     def _make_plain(self) -> None:
         """numpy's integers become Python's, lists tuples."""

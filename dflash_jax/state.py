@@ -14,8 +14,7 @@ import jax.numpy as jnp
 from jax import Array
 
 from dflash_jax.cache import Pool
-from dflash_jax.models import GREEDY
-from dflash_jax.ops import EditRows, SamplingRows
+from dflash_jax.ops import GREEDY, EditRows, SamplingRows
 
 MAX_STOP_IDS = 16  # stop tokens a request may name; unused entries are −1, which no token equals
 

@@ -16,9 +16,11 @@ from jax import Array
 
 from dflash_jax.config import TargetConfig
 from dflash_jax.drafters import Drafter, Weights
-from dflash_jax.models import FAMILIES, FILTER, GREEDY, Hidden, Rows, head_weight
+from dflash_jax.models import FAMILIES, Hidden, Rows, head_weight
 from dflash_jax.ops import (
     BROKEN,
+    FILTER,
+    GREEDY,
     LENGTH,
     RUNNING,
     STOP,

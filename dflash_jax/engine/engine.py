@@ -20,6 +20,7 @@ from dflash_jax.engine.interrupts import HeldInterrupts
 from dflash_jax.engine.loop import Loop, Update
 from dflash_jax.engine.metrics import EngineMetrics
 from dflash_jax.engine.packing import MODES
+from dflash_jax.engine.protocol import Grammar
 from dflash_jax.engine.request import Phase, Request
 from dflash_jax.engine.runner import DeviceRunner, MemoryUse
 from dflash_jax.engine.scheduler import SchedulerConfig
@@ -127,15 +128,21 @@ class Engine:
         on_tokens: OnTokens | None = None,
         on_update: OnUpdate | None = None,
         eos_token_ids: Sequence[int] | None = None,
+        grammar: Grammar | None = None,
     ) -> Request:
         """Queue a prompt.  UserError for one that could never be served; nothing else is touched by it.
 
         priority: lower goes first.  eos_token_ids: the ids that end a text, by default those of the model's
-        configuration.  on_tokens sees new tokens as they come and ends the request by returning True (see
-        `loop.OnTokens`).  on_update gets each of the request's updates; it must be quick and must not raise.  The
+        configuration.  grammar: what the text may be, in place of params.structured_outputs, for which an engine has no
+        tokenizer; used by no other request.  on_tokens sees new tokens as they come and ends the request by returning
+        True (see `loop.OnTokens`).  on_update gets each of the request's updates; it must be quick and must not raise.  The
         thread that steps calls both.
         """
-        request = self._make_request(prompt_ids, params or SamplingParams(), request_id, priority, eos_token_ids)
+        params = params or SamplingParams()
+        if params.structured_outputs is not None and grammar is None:
+            raise UserError("structured_outputs need the tokenizer that LLM has: use LLM, or pass a grammar")
+        request = self._make_request(prompt_ids, params, request_id, priority, eos_token_ids)
+        request.grammar = grammar
         self._loop.scheduler.check(request)
         with self._lock:
             self._check_alive()
@@ -193,6 +200,8 @@ class Engine:
             num_logprobs=params.logprobs,
             num_prompt_logprobs=params.prompt_logprobs,
         )
+        if params.n > 1:
+            raise UserError(f"a request of the engine is one sample, and n is {params.n}: add a request for each")
         if len(request.stop_ids) > MAX_STOP_IDS:
             raise UserError(f"{len(request.stop_ids)} stop tokens are more than the {MAX_STOP_IDS} a request may have")
         check_some_token_is_left(params, request.stop_ids, config.vocab_size)

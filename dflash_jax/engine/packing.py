@@ -12,8 +12,7 @@ from typing import Any
 import numpy as np
 
 from dflash_jax.engine.protocol import PrefillRow, TokenLogprobs
-from dflash_jax.models import FILTER, GREEDY, SAMPLE
-from dflash_jax.ops import EditRows, SamplingRows
+from dflash_jax.ops import FILTER, GREEDY, SAMPLE, EditRows, SamplingRows
 from dflash_jax.sampling import MAX_LOGPROBS, SamplingParams
 from dflash_jax.state import MAX_STOP_IDS, Needs
 from dflash_jax.steps import Admission, PrefillBatch

@@ -14,10 +14,8 @@ from dflash_jax import axes
 from dflash_jax.cache import Pool
 from dflash_jax.config import TargetConfig
 from dflash_jax.layers import layer_specs, norm_spec, project_out, project_qkv, rms_norm, rope_tables, swiglu
-from dflash_jax.ops import XLA, EditRows, Kernels, SamplingRows, edited_logits, greedy_tokens
+from dflash_jax.ops import FILTER, GREEDY, XLA, EditRows, Kernels, SamplingRows, edited_logits, greedy_tokens
 from dflash_jax.params import Params, ParamSpec
-
-GREEDY, SAMPLE, FILTER = "greedy", "sample", "filter"
 
 
 @jax.tree_util.register_dataclass

@@ -6,6 +6,9 @@ Steps call ops through a `Kernels` value (`kernels.block_attention(…)`); the p
 
 from dflash_jax.ops.dispatch import XLA, Kernels, select
 from dflash_jax.ops.reference import (
+    FILTER,
+    GREEDY,
+    SAMPLE,
     EditRows,
     SamplingRows,
     edited_logits,
@@ -22,7 +25,7 @@ from dflash_jax.ops.reference.accept import BROKEN, LENGTH, RUNNING, STOP, Accep
 from dflash_jax.ops.reference.numerics import align, apply_rope, dot, rms_norm
 
 __all__ = [
-    "BROKEN", "LENGTH", "RUNNING", "STOP", "XLA", "Accepted", "EditRows", "Kernels", "SamplingRows", "align",
-    "apply_rope", "dot", "edited_logits", "greedy_tokens", "is_broken", "masked_logits", "norm_rope", "packed_logprobs",
-    "processed_logits", "rms_norm", "select", "token_locations", "token_logprobs",
+    "BROKEN", "FILTER", "GREEDY", "LENGTH", "RUNNING", "SAMPLE", "STOP", "XLA", "Accepted", "EditRows", "Kernels",
+    "SamplingRows", "align", "apply_rope", "dot", "edited_logits", "greedy_tokens", "is_broken", "masked_logits",
+    "norm_rope", "packed_logprobs", "processed_logits", "rms_norm", "select", "token_locations", "token_logprobs",
 ]  # fmt: skip

@@ -14,6 +14,7 @@ import jax.numpy as jnp
 import numpy as np
 from jax import Array
 
+GREEDY, SAMPLE, FILTER = "greedy", "sample", "filter"  # what of sampling is in use; each serves those before it
 GREEDY_BELOW = 1e-5  # temperatures under this are greedy, as in vLLM
 
 
