@@ -135,8 +135,8 @@ class Engine:
         priority: lower goes first.  eos_token_ids: the ids that end a text, by default those of the model's
         configuration.  grammar: what the text may be, in place of params.structured_outputs, for which an engine has no
         tokenizer; used by no other request.  on_tokens sees new tokens as they come and ends the request by returning
-        True (see `loop.OnTokens`).  on_update gets each of the request's updates; it must be quick and must not raise.  The
-        thread that steps calls both.
+        True (see `loop.OnTokens`).  on_update gets each of the request's updates; it must be quick and must not raise.
+        The thread that steps calls both.
         """
         params = params or SamplingParams()
         if params.structured_outputs is not None and grammar is None:

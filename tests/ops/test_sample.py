@@ -11,7 +11,7 @@ import numpy as np
 import pytest
 
 from dflash_jax.ops import SamplingRows, is_broken
-from dflash_jax.ops.reference.sample import gumbel, processed_logits, sample_tokens
+from dflash_jax.ops.reference.sample import GROUP, GROUPS, gumbel, processed_logits, sample_tokens
 
 DRAWS = 20_000
 
@@ -91,16 +91,21 @@ def test_successive_positions_are_independent():
     assert chi_square_p(counts, np.full(16, 1 / 16)) > 1e-3
 
 
-@pytest.mark.parametrize("seed", range(3))
+@pytest.mark.parametrize(("seed", "vocab"), [(0, 1000), (1, 1000), (2, GROUP * GROUPS + 999), (3, 3 * GROUP * GROUPS)])
 @pytest.mark.parametrize(
     ("temperature", "min_p", "top_k", "top_p"),
     [(0.7, 0.0, 40, 1.0), (1.0, 0.0, 0, 0.9), (1.2, 0.01, 0, 1.0), (0.8, 0.02, 50, 0.95), (1.0, 0.0, 1, 1.0),
-     (1.0, 0.0, 5000, 1.0), (1.0, 1.0, 0, 1.0), (1.0, 0.0, 0, 1e-6)],
+     (1.0, 0.0, 5000, 1.0), (1.0, 1.0, 0, 1.0), (1.0, 0.0, 0, 1e-6), (1.0, 0.0, 5000, 0.5), (3.0, 1e-4, 0, 0.999),
+     (1.0, 0.5, 5000, 0.9)],
 )  # fmt: skip
-def test_filters_keep_what_sorting_keeps(seed: int, temperature: float, min_p: float, top_k: int, top_p: float):
-    logits = np.random.default_rng(seed).normal(scale=3, size=(2, 3, 1000)).astype(np.float32)
+def test_filters_keep_what_sorting_keeps(
+    seed: int, vocab: int, temperature: float, min_p: float, top_k: int, top_p: float
+):
+    """Whether what is kept lies among the likeliest groups or not."""
+    logits = np.random.default_rng(seed).normal(scale=3, size=(2, 3, vocab)).astype(np.float32)
+    logits[0, 1, 5] += 20  # one row with next to no doubt
     asked = rows(2, temperature, min_p, top_k, top_p)
-    kept = np.isfinite(np.asarray(processed_logits(jnp.asarray(logits), asked)))
+    kept = np.isfinite(np.asarray(jax.jit(processed_logits)(jnp.asarray(logits), asked)))
     for s, k in np.ndindex(2, 3):
         expected = kept_by_sorting(logits[s, k], temperature, min_p, top_k, top_p) > 0
         np.testing.assert_array_equal(kept[s, k], expected)

@@ -15,6 +15,7 @@ import numpy as np
 from jax import Array
 
 GREEDY, SAMPLE, FILTER = "greedy", "sample", "filter"  # what of sampling is in use; each serves those before it
+GROUP, GROUPS = 64, 64  # tokens of a group, groups that a filter looks at first
 GREEDY_BELOW = 1e-5  # temperatures under this are greedy, as in vLLM
 
 
@@ -65,28 +66,54 @@ def processed_logits(logits: Array, rows: SamplingRows, filters: bool = True) ->
     z = logits / jnp.where(greedy, 1.0, rows.temperature[:, None, None])
     if not filters:
         return jnp.where(greedy, logits, z)
-    return jnp.where(greedy, logits, _top_p(_top_k(_min_p(z, rows.min_p), rows.top_k), rows.top_p))
+    kept = jnp.where(z < _smallest_kept(z, rows)[..., None], -jnp.inf, z)  # this way round a NaN stays and is noticed
+    return jnp.where(greedy, logits, kept)
 
 
-def _min_p(z: Array, min_p: Array) -> Array:
-    """Keep tokens at least `min_p` times as likely as the likeliest."""
-    least = z.max(axis=-1, keepdims=True) + jnp.log(min_p)[:, None, None]
-    return jnp.where(z < least, -jnp.inf, z)  # this way round a NaN stays and is noticed
+def _smallest_kept(z: Array, rows: SamplingRows) -> Array:
+    """float32 [S, B]: the smallest of z [S, B, V] that min-p, top-k and top-p, in this order, keep.
+
+    Looks among the likeliest tokens first, and at the whole vocabulary only if some row keeps more than those.
+    """
+    least = z.max(axis=-1) + jnp.log(rows.min_p)[:, None]  # min-p: so many times as likely as the likeliest
+    if z.shape[-1] <= GROUPS * GROUP:
+        return _search(z, z, least, rows)[1]
+    candidates, floor = _likeliest(z)
+    after_k, found = _search(candidates, z, least, rows)
+    greedy, top_k, top_p = ((x[:, None]) for x in (rows.temperature < GREEDY_BELOW, rows.top_k, rows.top_p))
+    fits = ((top_k == 0) | (after_k > floor)) & ((top_p >= 1) | (found > floor))
+    return jax.lax.cond((greedy | fits).all(), lambda: found, lambda: _search(z, z, least, rows)[1])
 
 
-def _top_k(z: Array, top_k: Array) -> Array:
-    """Keep the k largest, and what ties with the smallest of them."""
-    key, k = _ordered(z), top_k[:, None]
-    least = _largest(lambda t: (key >= t[..., None]).sum(axis=-1, dtype=jnp.int32) >= k, z.shape[:-1])
-    return jnp.where((k == 0)[..., None] | (key >= least[..., None]), z, -jnp.inf)
+def _likeliest(z: Array) -> tuple[Array, Array]:
+    """(candidates [S, B, GROUPS · GROUP], floor [S, B]) of z [S, B, V]: every value above the floor is among them.
+
+    The groups of neighbouring tokens with the largest maxima; a group left out has no value above theirs.
+    """
+    s, b, v = z.shape
+    padded = jnp.pad(z, ((0, 0), (0, 0), (0, -v % GROUP)), constant_values=-jnp.inf)
+    grouped = padded.reshape(s, b, -1, GROUP)
+    best, which = jax.lax.top_k(grouped.max(axis=-1), GROUPS)
+    candidates = jnp.take_along_axis(grouped, which[..., None], axis=2)
+    return candidates.reshape(s, b, GROUPS * GROUP), best[..., -1]
 
 
-def _top_p(z: Array, top_p: Array) -> Array:
-    """Keep the likeliest tokens that together reach p: those with less than p above them (ties stay together)."""
-    key, p = _ordered(z), top_p[:, None]
-    mass = jax.nn.softmax(z, axis=-1)
-    least = _largest(lambda t: jnp.where(key >= t[..., None], mass, 0).sum(axis=-1) >= p, z.shape[:-1])
-    return jnp.where((p >= 1)[..., None] | (key >= least[..., None]), z, -jnp.inf)
+def _search(candidates: Array, z: Array, least: Array, rows: SamplingRows) -> tuple[Array, Array]:
+    """The smallest that min-p and top-k keep, and `_smallest_kept`; each if `candidates` [S, B, C] hold all of z [S, B,
+    V] that are as large.  least [S, B]: what min-p alone keeps.
+
+    top-k keeps the k largest and what ties with the smallest of them; top-p the likeliest of what is left that together
+    reach p: those with less than p above them (ties stay together).
+    """
+    key, top_k, top_p = _ordered(candidates), rows.top_k[:, None], rows.top_p[:, None]
+    kth = _largest(lambda t: (key >= t[..., None]).sum(axis=-1, dtype=jnp.int32) >= top_k, key.shape[:-1])
+    least = jnp.where(top_k > 0, jnp.maximum(least, _unordered(kth)), least)
+    highest = z.max(axis=-1, keepdims=True)
+    total = jnp.where(z < least[..., None], 0, jnp.exp(z - highest)).sum(axis=-1)
+    mass = jnp.where(candidates < least[..., None], 0, jnp.exp(candidates - highest))
+    enough = top_p * total
+    nucleus = _largest(lambda t: jnp.where(key >= t[..., None], mass, 0).sum(axis=-1) >= enough, key.shape[:-1])
+    return least, jnp.where(top_p < 1, jnp.maximum(least, _unordered(nucleus)), least)
 
 
 def _ordered(x: Array) -> Array:
@@ -94,6 +121,13 @@ def _ordered(x: Array) -> Array:
     bits = jax.lax.bitcast_convert_type(x, jnp.uint32)
     key = bits ^ jnp.where(bits >> 31 == 1, np.uint32(0xFFFFFFFF), np.uint32(0x80000000))
     return jnp.where(jnp.isnan(x), np.uint32(0xFFFFFFFF), key)
+
+
+def _unordered(key: Array) -> Array:
+    """The float32 that `_ordered` maps to `key` (−inf for keys below every number's)."""
+    bits = key ^ jnp.where(key >> 31 == 1, np.uint32(0x80000000), np.uint32(0xFFFFFFFF))
+    x = jax.lax.bitcast_convert_type(bits, jnp.float32)
+    return jnp.where(jnp.isnan(x), -jnp.inf, x)
 
 
 def _largest(holds: Callable[[Array], Array], shape: tuple[int, ...]) -> Array:
@@ -118,5 +152,15 @@ def sample_tokens(
     if ids is None:
         ids = jnp.arange(logits.shape[-1], dtype=jnp.int32)[None, None]
     noise = gumbel(rows.seed, positions, ids)
-    noisy = jnp.where((rows.temperature < GREEDY_BELOW)[:, None, None], z, z + noise)
-    return jnp.argmax(noisy, axis=-1).astype(jnp.int32)
+    return _first_largest(jnp.where((rows.temperature < GREEDY_BELOW)[:, None, None], z, z + noise))
+
+
+def _first_largest(x: Array) -> Array:
+    """argmax [...] of x [..., V], or where a NaN is.
+
+    In two plain reductions: on CPU, one over pairs is not vectorised, nor is what x is computed from, which then takes
+    eight times as long.
+    """
+    at = jnp.arange(x.shape[-1], dtype=jnp.int32)
+    found = (x == x.max(axis=-1, keepdims=True)) | jnp.isnan(x)
+    return jnp.where(found, at, x.shape[-1]).min(axis=-1).astype(jnp.int32)
