@@ -6,7 +6,6 @@ Text (or with --json one object per prompt) goes to stdout, everything else to s
 from __future__ import annotations
 
 import argparse
-import dataclasses
 import io
 import json
 import logging
@@ -14,16 +13,19 @@ import os
 import signal
 import sys
 import time
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
+from itertools import islice
+from math import isfinite
 from types import FrameType
 from typing import TYPE_CHECKING, Any, NoReturn
 
+from dflash_jax import options
 from dflash_jax.errors import UserError
 from dflash_jax.text.prompts import Named, check_text, parse_ids, read_prompts_file, shortened
 
 if TYPE_CHECKING:
     from dflash_jax.llm import LLM, Job, RequestOutput
-    from dflash_jax.sampling import SamplingParams
+    from dflash_jax.logprobs import Logprob
 
 log = logging.getLogger("dflash_jax")
 
@@ -57,76 +59,13 @@ def make_parser() -> argparse.ArgumentParser:
         description=DESCRIPTION, epilog=EXAMPLES, formatter_class=argparse.RawDescriptionHelpFormatter,
     )  # fmt: skip
     p.add_argument("prompts", nargs="*", metavar="PROMPT", help="text; several prompts run together")
-    add_models(p.add_argument_group("models"))
-    add_prompts(p.add_argument_group("prompts"))
-    add_sampling(p.add_argument_group("sampling"))
-    add_execution(p.add_argument_group("execution"))
+    for title, add in options.GROUPS.items():
+        add(p.add_argument_group(title))
     output = p.add_argument_group("output")
     output.add_argument("--json", action="store_true", help="one JSON object per prompt (with --n: per sample) on"
                         " stdout, nothing else there")  # fmt: skip
     output.add_argument("--quiet", action="store_true", help="only errors on stderr: no progress, no summary")
     return p
-
-
-def add_models(group: argparse._ArgumentGroup) -> None:
-    group.add_argument("--target", metavar="T", help="Hugging Face folder, hub id or .gguf file (default: the demo"
-                       " model SmolLM2-135M-Instruct, downloaded once: 93 MB)")  # fmt: skip
-    group.add_argument("--draft", metavar="D", help="draft folder or hub id made for that target; 'ngram'"
-                       " copies from the text so far, 'none' decodes without (default: that of the demo model; with"
-                       " --target: none)")  # fmt: skip
-
-
-def add_prompts(group: argparse._ArgumentGroup) -> None:
-    group.add_argument("--prompts-file", metavar="F", help="a prompt a line: plain text, or JSON as \"text\","
-                       " {\"prompt\": …} or {\"messages\": […]}; '-' is stdin")  # fmt: skip
-    group.add_argument("--prompt-ids", metavar="1,2,3", action="append", help="a prompt as token ids, for which no"
-                       " tokenizer is needed; may be repeated")  # fmt: skip
-    group.add_argument("--raw", action="store_true", help="continue the text as it stands, without chat template")
-    group.add_argument("--system", metavar="TEXT", help="system message of the chat")
-
-
-def add_sampling(group: argparse._ArgumentGroup) -> None:
-    group.add_argument("--max-new-tokens", type=int, metavar="N", help="longest output in tokens (default: 256)")
-    group.add_argument("--temperature", type=float, metavar="T", help="0 is greedy (default)")
-    group.add_argument("--top-p", type=float, metavar="P", help="likeliest tokens that together reach P")
-    group.add_argument("--top-k", type=int, metavar="K", help="the K likeliest tokens")
-    group.add_argument("--min-p", type=float, metavar="P", help="tokens at least P times as likely as the likeliest")
-    group.add_argument("--seed", type=int, metavar="N", help="same seed, same tokens (default: a random one, reported)")
-    group.add_argument("--n", type=int, metavar="N", help="samples of each prompt, with seeds that count up from"
-                       " --seed; needs a temperature (default: 1)")  # fmt: skip
-    group.add_argument("--stop", action="append", metavar="TEXT", help="text that ends the output and is cut from it;"
-                       " may be repeated")  # fmt: skip
-    group.add_argument("--include-stop-str-in-output", action="store_true", default=None, help="keep the text that"
-                       " ended the output")  # fmt: skip
-    group.add_argument("--min-tokens", type=int, metavar="N", help="before so many nothing but the context's end stops"
-                       " (default: 0)")  # fmt: skip
-    group.add_argument("--stop-token-ids", metavar="1,2,3", help="token ids that end the output as the model's own"
-                       " end-of-text tokens do")  # fmt: skip
-    group.add_argument("--ignore-eos", action="store_true", default=None, help="go on after end-of-text tokens")
-
-
-def add_execution(group: argparse._ArgumentGroup) -> None:
-    group.add_argument("--block-size", type=int, metavar="N", help="tokens per block, 2 to what the draft was trained"
-                       " for (default: that)")  # fmt: skip
-    group.add_argument("--speculation", choices=("auto", "always", "never"), help="'never' leaves the draft out;"
-                       " 'auto' (default) and 'always' differ only in engines that were warmed up")  # fmt: skip
-    group.add_argument("--draft-sampling", choices=("coupled", "argmax"), help="where a temperature is given, drafts"
-                       " are drawn with the noise of the target's own draw (default) or are the likeliest tokens; the"
-                       " output is the same")  # fmt: skip
-    group.add_argument("--draft-temperature", type=float, metavar="T", help="for coupled drafts (default: that of the"
-                       " request)")  # fmt: skip
-    group.add_argument("--dtype", choices=("auto", "float32", "bfloat16"), help="of weights and KV cache (default:"
-                       " auto = float32 on CPU, bfloat16 elsewhere)")  # fmt: skip
-    group.add_argument("--max-model-len", type=int, metavar="N", help="longest prompt and output together, in tokens"
-                       " (default: the model's, or what the KV cache holds)")  # fmt: skip
-    group.add_argument("--kernels", choices=("auto", "xla", "pallas", "triton"), help="default: auto, by platform")
-    group.add_argument("--platform", choices=("cpu", "gpu", "tpu"), help="default: the best one that JAX finds")
-    group.add_argument("--max-running-requests", type=int, metavar="N", help="prompts decoded at once (default: 8)")
-    group.add_argument("--kv-cache-bytes", type=int, metavar="N", help="memory for the KV cache of target and draft"
-                       " (default: 512 MiB on CPU, most of what is free elsewhere)")  # fmt: skip
-    group.add_argument("--disable-overlap", dest="overlap", action="store_false", default=None, help="read each round"
-                       " before the next is launched")  # fmt: skip
-    group.add_argument("--weights-cache", metavar="DIR", help="keep converted weights there, for faster starts")
 
 
 def parse_arguments(argv: Sequence[str]) -> argparse.Namespace:
@@ -173,28 +112,11 @@ def with_template(llm: LLM, prompt: Any, args: argparse.Namespace) -> Any:
 # -- a run -------------------------------------------------------------------------------------------------------------
 
 
-def sampling_params(args: argparse.Namespace) -> SamplingParams:
-    from dflash_jax.sampling import SamplingParams
-
-    names = [field.name for field in dataclasses.fields(SamplingParams)]
-    given = {name: value for name in names if (value := getattr(args, name, None)) is not None}
-    if args.stop_token_ids is not None:
-        given["stop_token_ids"] = parse_ids(args.stop_token_ids, "--stop-token-ids")
-    params = SamplingParams(**given)
-    idle = [f"--{name.replace('_', '-')}" for name in ("top_p", "top_k", "min_p", "seed") if name in given]
-    if params.temperature == 0 and idle:
-        log.warning("%s without --temperature: decoding is greedy", " ".join(idle))
-    return params
-
-
 def load_llm(args: argparse.Namespace) -> LLM:
     from dflash_jax.llm import LLM
 
-    names = ("block_size", "speculation", "draft_sampling", "draft_temperature", "dtype", "max_model_len", "kernels",
-             "max_running_requests", "kv_cache_bytes", "overlap", "weights_cache")  # fmt: skip
-    options = {name: getattr(args, name) for name in names if getattr(args, name) is not None}
     bars = not args.quiet and sys.stderr is not None and sys.stderr.isatty()  # elsewhere, bars are a flood of lines
-    return LLM(args.target, args.draft, platform=args.platform, progress=bars, **options)
+    return LLM(args.target, args.draft, platform=args.platform, progress=bars, **options.engine_options(args))
 
 
 class Printer:
@@ -252,7 +174,31 @@ class Printer:
             "dtype": self.llm.dtype,
             "platform": self.llm.platform,
             **({} if out.seed is None else {"seed": out.seed}),
+            **logprob_records(job, out),
         }
+
+
+def logprob_records(job: Job, out: RequestOutput) -> dict[str, Any]:
+    """The keys for what was asked for: an object for each token, null for the prompt's first."""
+    found: dict[str, Any] = {}
+    if out.logprobs is not None:
+        found["logprobs"] = token_records(out.token_ids, out.logprobs, job.params.logprobs)
+    if out.prompt_logprobs is not None:
+        found["prompt_logprobs"] = token_records(out.prompt_token_ids, out.prompt_logprobs, job.params.prompt_logprobs)
+    return found
+
+
+def token_records(
+    tokens: Sequence[int], found: Sequence[Mapping[int, Logprob] | None], n: int | None
+) -> list[dict[str, Any] | None]:
+    """With the `n` likeliest tokens, less those that could not come: −∞ is no JSON."""
+
+    def record(token: int, at: Mapping[int, Logprob]) -> dict[str, Any]:
+        own, likeliest = at[token], islice(at.items(), n)
+        top = [[other, one.logprob] for other, one in likeliest if isfinite(one.logprob)]
+        return {"token_id": token, "token": own.decoded_token, "logprob": own.logprob, "rank": own.rank, "top": top}
+
+    return [None if at is None else record(token, at) for token, at in zip(tokens, found, strict=False)]
 
 
 def write(text: str) -> None:
@@ -303,7 +249,7 @@ def summary(outputs: Sequence[RequestOutput], took_s: float, compile_s: float) -
 
 def run(args: argparse.Namespace) -> int:
     prompts = read_prompts(args)
-    params = sampling_params(args)
+    params = options.sampling_params(args)
     llm = load_llm(args)
     names, originals = zip(*prompts, strict=True)
     jobs = llm.make_jobs([with_template(llm, prompt, args) for prompt in originals], params, names)
@@ -336,7 +282,17 @@ def serve(llm: LLM, jobs: Sequence[Job], printer: Printer) -> int:
             printer.show()
     except KeyboardInterrupt as error:
         return signal_code(error)
+    except RuntimeError as error:
+        raise_of_grammar(jobs, error)
+        raise
     return 0
+
+
+def raise_of_grammar(jobs: Sequence[Job], error: RuntimeError) -> None:
+    """UserError if it says that a prompt's text cannot go on in the shape that was asked for."""
+    for job in jobs:
+        if job.grammar is not None and job.request is not None and job.request.error is error:
+            raise UserError(f"{job.name}: {error}") from error
 
 
 def signal_code(error: KeyboardInterrupt) -> int:

@@ -20,7 +20,7 @@ KERNEL_LOADER = "dflash_jax.ops.kernel_packages"
 
 ROOMS: list[list[set[str]]] = [
     [{"errors", "places"}],
-    [{"axes", "config"}, {"demo", "presets"}],
+    [{"axes", "config"}, {"demo", "presets"}, {"structured"}],
     [{"ops"}, {"params", "sharding", "cache"}],
     [{"layers"}],
     [{"models"}, {"sampling", "acceptance", "state"}],
@@ -28,15 +28,15 @@ ROOMS: list[list[set[str]]] = [
     [{"steps", "drafters"}],
     [{"engine"}],
     [{"train"}],
-    [{"text", "llm", "server"}],
-    [{"generate"}, {"benchmark"}, {"aot"}, {"serve"}],
+    [{"text", "llm", "logprobs", "server"}],
+    [{"generate", "options"}, {"benchmark"}, {"aot"}, {"serve"}],
 ]
 # Plain Python: tested in microseconds, with no device in sight.
 WITHOUT_JAX = (
     "dflash_jax.text", "dflash_jax.engine.request", "dflash_jax.engine.pages", "dflash_jax.engine.prefix_cache",
     "dflash_jax.engine.scheduler", "dflash_jax.engine.protocol", "dflash_jax.engine.loop", "dflash_jax.engine.metrics",
     "dflash_jax.engine.turn", "dflash_jax.engine.interrupts", "dflash_jax.errors", "dflash_jax.places",
-    "dflash_jax.presets", "dflash_jax.demo",
+    "dflash_jax.structured", "dflash_jax.presets", "dflash_jax.demo",
 )  # fmt: skip
 
 

@@ -25,6 +25,7 @@ KEYS = [
     "prompt", "prompt_tokens", "token_ids", "text", "finish_reason", "rounds", "accept_lengths", "mean_accept_length",
     "time_to_first_token_s", "decode_s", "tokens_per_s", "target", "draft", "dtype", "platform",
 ]  # fmt: skip
+EXTRAS = ("seed", "index", "logprobs", "prompt_logprobs")  # only where asked for
 
 
 @dataclass(frozen=True)
@@ -37,7 +38,7 @@ class Result:
     def objects(self) -> list[dict[str, Any]]:
         """stdout, every line of it, as JSON."""
         found = [json.loads(line) for line in self.out.splitlines()]
-        assert all([key for key in item if key not in ("seed", "index")] == KEYS for item in found)
+        assert all([key for key in item if key not in EXTRAS] == KEYS for item in found)
         return found
 
     @property

@@ -46,6 +46,46 @@ MISTAKES: list[tuple[list[Any], str]] = [
     ([*IDS, "--stop-token-ids", "2,-1"], "stop_token_ids holds -1, which is not a token id"),
     ([*BOTH, *IDS, "--stop-token-ids", "71"], "stop_token_ids holds 71, which is not a token id from 0 to 70"),
     ([*IDS, "--stop", ""], "stop must be texts of at least one character, not ['']"),
+    # penalties, biases, lists
+    ([*IDS, "--repetition-penalty", "0"], "repetition_penalty must be above 0 and at most 10, not 0.0"),
+    ([*IDS, "--repetition-penalty", "x"], "argument --repetition-penalty: invalid float value: 'x' (--help lists"),
+    ([*IDS, "--presence-penalty", "-3"], "presence_penalty must be from -2 to 2, not -3.0"),
+    ([*IDS, "--frequency-penalty", "nan"], "frequency_penalty must be from -2 to 2, not nan"),
+    ([*IDS, "--logit-bias", ""], "--logit-bias must be TOKEN=NUMBER separated by commas, not ''"),
+    ([*IDS, "--logit-bias", "5"], "--logit-bias must be TOKEN=NUMBER separated by commas, not '5'"),
+    ([*IDS, "--logit-bias", "5=1,"], "--logit-bias must be TOKEN=NUMBER separated by commas, not '5=1,'"),
+    ([*IDS, "--logit-bias", "a=1"], "--logit-bias must be TOKEN=NUMBER separated by commas, not 'a=1'"),
+    ([*IDS, "--logit-bias", "5=1=2"], "--logit-bias must be TOKEN=NUMBER separated by commas, not '5=1=2'"),
+    ([*IDS, "--logit-bias", "7" * 4000 + "=1"], "--logit-bias holds " + "7" * 59 + "…, which is not a token id"),
+    ([*IDS, "--logit-bias=-1=1"], "logit_bias holds -1, which is not a token id"),
+    ([*IDS, "--logit-bias", "5=101"], "logit_bias of token 5 must be a number from -100 to 100, not 101.0"),
+    ([*IDS, "--logit-bias", "5=nan"], "logit_bias of token 5 must be a number from -100 to 100, not nan"),
+    ([*IDS, "--logit-bias", "5=1,6=2,5=3"], "--logit-bias names token 5 twice"),
+    ([*BOTH, *IDS, "--logit-bias", "71=1"], "logit_bias holds 71, which is not a token id from 0 to 70"),
+    ([*IDS, "--allowed-token-ids", "1;2"], "--allowed-token-ids must be integers separated by commas, not '1;2'"),
+    ([*IDS, "--allowed-token-ids", "1", "--bad-token-ids", "1"], "together leave no token that may come"),
+    ([*BOTH, *IDS, "--allowed-token-ids", "1,71"], "allowed_token_ids holds 71, which is not a token id from 0 to 70"),
+    ([*IDS, "--bad-token-ids", ""], "--bad-token-ids must be integers separated by commas, not ''"),
+    ([*IDS, "--bad-token-ids", "1,-2"], "bad_token_ids holds -2, which is not a token id"),
+    ([*BOTH, *IDS, "--bad-token-ids", ",".join(map(str, range(71)))], "bad_token_ids forbid every token of the"),
+    # log-probabilities
+    ([*IDS, "--logprobs", "21"], "logprobs must be an integer from 0 to 20, not 21"),
+    ([*IDS, "--logprobs", "all"], "argument --logprobs: invalid int value: 'all' (--help lists the options)"),
+    ([*IDS, "--prompt-logprobs", "-1"], "prompt_logprobs must be an integer from 0 to 20, not -1"),
+    ([*IDS, "--logprobs", "1", "--logprobs-mode", "log"], "argument --logprobs-mode: invalid choice: 'log' (choose"),
+    # structured output
+    ([*IDS, "--json-schema", "no.json"], "--json-schema is neither a file nor a JSON object: 'no.json'"),
+    ([*IDS, "--json-schema", ""], "--json-schema is neither a file nor a JSON object: ''"),
+    ([*IDS, "--json-schema", str(FOLDER)], f"--json-schema is neither a file nor a JSON object: '{str(FOLDER)[:40]}"),
+    ([*IDS, "--json-schema", '{"type": '], "structured output: json is not a JSON schema: Expecting value: line 1"),
+    ([*IDS, "--grammar", "no.lark"], "--grammar is neither a file nor a grammar: 'no.lark'"),
+    ([*IDS, "--regex", ""], "structured output: regex must be a text of at least one character, not ''"),
+    ([*IDS, "--json-object", "--regex", "a"], "--regex and --json-object are given, and a text has one shape at most"),
+    ([*IDS, "--choice", "a", "--choice", "b", "--json-schema", "{}"], "--json-schema and --choice are given, and a "),
+    ([*IDS, "--regex", "a", "--ignore-eos"], "structured_outputs cannot be combined with ignore_eos"),
+    ([*IDS, "--regex", "a", "--min-tokens", "1"], "structured_outputs cannot be combined with min_tokens"),
+    ([*IDS, "--choice", "a", "--bad-token-ids", "1"], "structured_outputs cannot be combined with bad_token_ids"),
+    ([*BOTH, *IDS, "--regex", "a"], "structured output needs a tokenizer, and the target comes without one"),
     # prompts
     ([""], "the prompt is empty"),
     (["a", "  "], "prompt 2 is empty"),
@@ -99,6 +139,46 @@ def test_mistakes(cli: Cli, argv: list[Any], message: str) -> None:
     error = cli(*argv, "--json").error
     assert message in error
     assert not error.endswith(".")
+
+
+LOGPROBS = [["--logprobs", 2], ["--prompt-logprobs", 0], ["--logprobs", 1, "--prompt-logprobs", 1]]
+
+
+@pytest.mark.parametrize("argv", LOGPROBS)
+def test_log_probabilities_have_no_place_in_text(cli: Cli, argv: list[Any]) -> None:
+    asked = " and ".join(str(word) for word in argv if str(word).startswith("--"))
+    assert cli(*BOTH, *IDS, *argv).error == f"{asked} would be lost in plain text: add --json"
+
+
+SHAPES: list[tuple[list[str], str]] = [
+    (["--regex", "(a"], "structured output: regex '(a' cannot be used: "),
+    (["--regex", "a\udcff"], "structured output: regex 'a\\udcff' cannot be used: "),
+    (["--choice", "a\udcff"], "structured output: choice ('a\\udcff',) cannot be used: "),
+    (["--regex", "€"], "structured output: regex '€' cannot be used: "),
+    (["--grammar", "start: a"], "structured output: grammar 'start: a' cannot be used: "),
+    (["--json-schema", '{"type": "unknown"}'], "structured output: json '{\"type\": \"unknown\"}' cannot be used: "),
+    (["--regex", "hi(€)"], "the prompt: structured output after 2 tokens: "),  # as far as the vocabulary goes
+]
+
+
+@pytest.mark.parametrize(("argv", "message"), SHAPES, ids=[" ".join(argv) for argv, _ in SHAPES])
+def test_shapes_that_cannot_be_had(cli: Cli, pair: list[str], argv: list[str], message: str) -> None:
+    error = cli(*pair, "hi", *argv, "--json").error
+    assert error.startswith(message) and len(error) > len(message)
+
+
+def test_files_of_shapes_that_cannot_be_read(cli: Cli, tmp_path: Path) -> None:
+    file = tmp_path / "shape"
+    file.write_bytes(b"\xff")
+    for option in ("--json-schema", "--grammar"):
+        assert cli(*IDS, option, file).error.startswith(f"{option} {file} is not UTF-8 text: ")
+    file.write_bytes(b"")
+    assert cli(*IDS, "--json-schema", file).error.startswith("structured output: json is not a JSON schema: ")
+    assert cli(*IDS, "--grammar", file).error.startswith("structured output: grammar must be a text of at least one")
+    missing = tmp_path / "memory"
+    missing.symlink_to("/proc/self/mem")
+    if missing.exists():
+        assert cli(*IDS, "--grammar", missing).error == f"cannot read --grammar {missing}: Input/output error"
 
 
 def test_text_that_is_no_unicode(cli: Cli, pair: list[str]) -> None:
