@@ -156,7 +156,7 @@ SHAPES: list[tuple[list[str], str]] = [
     (["--choice", "a\udcff"], "structured output: choice ('a\\udcff',) cannot be used: "),
     (["--regex", "€"], "structured output: regex '€' cannot be used: "),
     (["--grammar", "start: a"], "structured output: grammar 'start: a' cannot be used: "),
-    (["--json-schema", '{"type": "unknown"}'], "structured output: json '{\"type\": \"unknown\"}' cannot be used: "),
+    (["--json-schema", '{"type": "unknown"}'], 'structured output: json \'{"type": "unknown"}\' cannot be used: '),
     (["--regex", "hi(€)"], "the prompt: structured output after 2 tokens: "),  # as far as the vocabulary goes
 ]
 

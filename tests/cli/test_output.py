@@ -17,7 +17,7 @@ from llm.text_target import PAIR, PERIOD, START, known_case, known_prompt  # pyr
 
 from dflash_jax import SamplingParams, UserError
 from dflash_jax.engine.settings import EngineSettings
-from dflash_jax.generate import Printer, main
+from dflash_jax.generate import Printer, main, make_parser
 
 from .conftest import KEYS, Cli
 
@@ -179,8 +179,9 @@ def test_ctrl_c_ends_all_samples(cli: Cli, pair: list[str], monkeypatch: pytest.
 
 
 OPTIONS: dict[str, Any] = {
-    "block_size": 5, "speculation": "always", "draft_sampling": "argmax", "draft_temperature": 0.5, "dtype": "float32",
-    "max_model_len": 99, "kernels": "xla", "max_running_requests": 3, "kv_cache_bytes": 10**6, "weights_cache": "w",
+    "block_size": 5, "speculation": "always", "draft_sampling": "argmax", "draft_temperature": 0.5,
+    "logprobs_mode": "raw_logits", "dtype": "float32", "max_model_len": 99, "kernels": "xla", "max_running_requests": 3,
+    "kv_cache_bytes": 10**6, "weights_cache": "w",
 }  # fmt: skip
 
 
@@ -286,10 +287,14 @@ def test_help(capsys: pytest.CaptureFixture[str]) -> None:
         main(["--help"])
     assert caught.value.code == 0
     text = " ".join(capsys.readouterr().out.split())
+    assert all(action.help for action in make_parser()._actions)
     for option in ("--target", "--draft", "--prompts-file", "--prompt-ids", "--raw", "--system", "--max-new-tokens",
                    "--temperature", "--top-p", "--top-k", "--min-p", "--seed", "--stop", "--ignore-eos", "--block-size",
                    "--dtype", "--max-model-len", "--kernels", "--platform", "--json", "--n", "--min-tokens",
-                   "--stop-token-ids", "--draft-sampling", "--draft-temperature",
+                   "--stop-token-ids", "--draft-sampling", "--draft-temperature", "--repetition-penalty",
+                   "--presence-penalty", "--frequency-penalty", "--logit-bias", "--allowed-token-ids",
+                   "--bad-token-ids", "--logprobs", "--prompt-logprobs", "--logprobs-mode", "--json-schema",
+                   "--json-object", "--regex", "--choice", "--grammar",
                    "--include-stop-str-in-output"):  # fmt: skip
         assert option in text
     assert f"in tokens (default: {SamplingParams().max_new_tokens})" in text
