@@ -5,6 +5,7 @@ from __future__ import annotations
 import argparse
 import json
 import math
+import re
 from pathlib import Path
 from typing import Any, NoReturn
 
@@ -16,7 +17,7 @@ from dflash_jax.engine.settings import DRAFT_SAMPLING, DTYPES, LOGPROBS_MODES, S
 from dflash_jax.generate import make_parser, parse_arguments
 from dflash_jax.options import ENGINE_OPTIONS, sampling_params
 
-from .conftest import Cli, Result
+from .conftest import ROOT, Cli, Result
 
 KNOWN = ["--prompt-ids", ",".join(map(str, known_prompt()))]
 STEADY = ["--prompt-ids", ",".join(map(str, known_prompt(12)))]  # nine tokens again and again
@@ -61,6 +62,15 @@ def test_choices_are_those_of_the_engine() -> None:
                           ("logprobs_mode", LOGPROBS_MODES)):  # fmt: skip
         assert actions()[name].choices == choices
         assert name in ENGINE_OPTIONS
+
+
+def test_the_readme_names_every_option() -> None:
+    readme = (ROOT / "README.md").read_text(encoding="utf-8")
+    table = readme.split("## Options of", 1)[1].split("\n## ", 1)[0]
+    named = set(re.findall(r"--[a-z][a-z-]+|--n\b", table))
+    given = {word for action in make_parser()._actions for word in action.option_strings} - {"-h", "--help"}
+    assert given - named == set()
+    assert named - given <= {"--help"}
 
 
 # -- what may come -----------------------------------------------------------------------------------------------------
