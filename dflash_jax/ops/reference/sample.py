@@ -7,7 +7,9 @@ So the sample at a position is the same whatever was drafted, in whichever block
 from __future__ import annotations
 
 import dataclasses
+import functools
 from collections.abc import Callable
+from typing import NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -62,58 +64,95 @@ def processed_logits(logits: Array, rows: SamplingRows, filters: bool = True) ->
 
     Greedy rows are returned as they are.  `filters` False leaves the filters out (for when nobody uses them).
     """
-    greedy = (rows.temperature < GREEDY_BELOW)[:, None, None]
-    z = logits / jnp.where(greedy, 1.0, rows.temperature[:, None, None])
-    if not filters:
-        return jnp.where(greedy, logits, z)
-    kept = jnp.where(z < _smallest_kept(z, rows)[..., None], -jnp.inf, z)  # this way round a NaN stays and is noticed
-    return jnp.where(greedy, logits, kept)
+    z = _scaled(logits, rows)
+    return _filtered(z, _smallest_kept(z, rows), rows) if filters else z
+
+
+def _is_greedy(rows: SamplingRows) -> Array:
+    return (rows.temperature < GREEDY_BELOW)[:, None]
+
+
+def _scaled(logits: Array, rows: SamplingRows) -> Array:
+    return logits / jnp.where(_is_greedy(rows), 1.0, rows.temperature[:, None])[..., None]
+
+
+def _filtered(z: Array, smallest: Array, rows: SamplingRows) -> Array:
+    """z [S, B, N], −inf below smallest [S, B]; this way round a NaN stays and is noticed."""
+    return jnp.where(~_is_greedy(rows)[..., None] & (z < smallest[..., None]), -jnp.inf, z)
 
 
 def _smallest_kept(z: Array, rows: SamplingRows) -> Array:
-    """float32 [S, B]: the smallest of z [S, B, V] that min-p, top-k and top-p, in this order, keep.
+    """float32 [S, B]: the smallest of z [S, B, V] that min-p, top-k and top-p, in this order, keep (−inf: all of it).
 
     Looks among the likeliest tokens first, and at the whole vocabulary only if some row keeps more than those.
     """
-    least = z.max(axis=-1) + jnp.log(rows.min_p)[:, None]  # min-p: so many times as likely as the likeliest
     if z.shape[-1] <= GROUPS * GROUP:
-        return _search(z, z, least, rows)[1]
-    candidates, floor = _likeliest(z)
-    after_k, found = _search(candidates, z, least, rows)
-    greedy, top_k, top_p = ((x[:, None]) for x in (rows.temperature < GREEDY_BELOW, rows.top_k, rows.top_p))
-    fits = ((top_k == 0) | (after_k > floor)) & ((top_p >= 1) | (found > floor))
-    return jax.lax.cond((greedy | fits).all(), lambda: found, lambda: _search(z, z, least, rows)[1])
+        return _search(z, z, rows).smallest
+    likeliest = _likeliest(z)
+    found = _search(likeliest.values, z, rows, likeliest.floor)
+    top_k, top_p = rows.top_k[:, None], rows.top_p[:, None]
+    known = ((top_k == 0) | (found.after_k > likeliest.floor)) & ((top_p >= 1) | (found.smallest > likeliest.floor))
+    whole = functools.partial(_search, z, z, rows)
+    return jax.lax.cond((known | _is_greedy(rows)).all(), lambda: found.smallest, lambda: whole().smallest)
 
 
-def _likeliest(z: Array) -> tuple[Array, Array]:
-    """(candidates [S, B, GROUPS · GROUP], floor [S, B]) of z [S, B, V]: every value above the floor is among them.
+class _Likeliest(NamedTuple):
+    """values float32 [S, B, N] of tokens ids int32 [S, B, N]; every value above floor [S, B] is among them."""
 
-    The groups of neighbouring tokens with the largest maxima; a group left out has no value above theirs.
-    """
+    values: Array
+    ids: Array
+    floor: Array
+
+
+def _likeliest(z: Array) -> _Likeliest:
+    """Of z [S, B, V], the groups of neighbouring tokens with the largest maxima: those left out have nothing larger."""
     s, b, v = z.shape
     padded = jnp.pad(z, ((0, 0), (0, 0), (0, -v % GROUP)), constant_values=-jnp.inf)
     grouped = padded.reshape(s, b, -1, GROUP)
     best, which = jax.lax.top_k(grouped.max(axis=-1), GROUPS)
-    candidates = jnp.take_along_axis(grouped, which[..., None], axis=2)
-    return candidates.reshape(s, b, GROUPS * GROUP), best[..., -1]
+    values = jnp.take_along_axis(grouped, which[..., None], axis=2)
+    ids = which[..., None] * GROUP + jnp.arange(GROUP, dtype=jnp.int32)[None, None, None]
+    return _Likeliest(values.reshape(s, b, -1), ids.reshape(s, b, -1), best[..., -1])
 
 
-def _search(candidates: Array, z: Array, least: Array, rows: SamplingRows) -> tuple[Array, Array]:
-    """The smallest that min-p and top-k keep, and `_smallest_kept`; each if `candidates` [S, B, C] hold all of z [S, B,
-    V] that are as large.  least [S, B]: what min-p alone keeps.
+class _Found(NamedTuple):
+    """float32 [S, B] each: the smallest value that min-p and top-k keep, and that top-p keeps of those."""
 
-    top-k keeps the k largest and what ties with the smallest of them; top-p the likeliest of what is left that together
-    reach p: those with less than p above them (ties stay together).
+    after_k: Array
+    smallest: Array
+
+
+def _search(candidates: Array, z: Array, rows: SamplingRows, floor: Array | None = None) -> _Found:
+    """Each right if `candidates` [S, B, N] hold all of z [S, B, V] that are as large, as for values above `floor`.
+
+    min-p keeps what is at least so many times as likely as the likeliest; top-k the k largest and what ties with the
+    smallest of them; top-p the likeliest of what is left that together reach p: those with less than p above them (ties
+    stay together).
     """
-    key, top_k, top_p = _ordered(candidates), rows.top_k[:, None], rows.top_p[:, None]
-    kth = _largest(lambda t: (key >= t[..., None]).sum(axis=-1, dtype=jnp.int32) >= top_k, key.shape[:-1])
+    top_k, top_p = rows.top_k[:, None], rows.top_p[:, None]
+    key, shape = _ordered(candidates)[..., None, :], candidates.shape[:-1]
+    highest = candidates.max(axis=-1)
+    least = highest + jnp.log(rows.min_p)[:, None]
+    kth = _largest(lambda t: (key >= t[..., None]).sum(axis=-1, dtype=jnp.int32) >= top_k[..., None], shape)
     least = jnp.where(top_k > 0, jnp.maximum(least, _unordered(kth)), least)
-    highest = z.max(axis=-1, keepdims=True)
-    total = jnp.where(z < least[..., None], 0, jnp.exp(z - highest)).sum(axis=-1)
-    mass = jnp.where(candidates < least[..., None], 0, jnp.exp(candidates - highest))
-    enough = top_p * total
-    nucleus = _largest(lambda t: jnp.where(key >= t[..., None], mass, 0).sum(axis=-1) >= enough, key.shape[:-1])
-    return least, jnp.where(top_p < 1, jnp.maximum(least, _unordered(nucleus)), least)
+    mass = _mass(candidates, least, highest)
+    enough = (top_p * _total(mass, z, least, highest, floor, rows))[..., None]
+    mass = mass[..., None, :]
+    nucleus = _largest(lambda t: jnp.where(key >= t[..., None], mass, 0).sum(axis=-1) >= enough, shape)
+    return _Found(least, jnp.where(top_p < 1, jnp.maximum(least, _unordered(nucleus)), least))
+
+
+def _mass(z: Array, least: Array, highest: Array) -> Array:
+    return jnp.where(z < least[..., None], 0, jnp.exp(z - highest[..., None]))
+
+
+def _total(mass: Array, z: Array, least: Array, highest: Array, floor: Array | None, rows: SamplingRows) -> Array:
+    """[S, B]: the mass of all that is at least `least`; of the candidates alone where no row needs more."""
+    here = mass.sum(axis=-1)
+    if floor is None:
+        return here
+    enough = (least > floor) | (rows.top_p >= 1)[:, None] | _is_greedy(rows)
+    return jax.lax.cond(enough.all(), lambda: here, lambda: _mass(z, least, highest).sum(axis=-1))
 
 
 def _ordered(x: Array) -> Array:
@@ -131,13 +170,25 @@ def _unordered(key: Array) -> Array:
 
 
 def _largest(holds: Callable[[Array], Array], shape: tuple[int, ...]) -> Array:
-    """The largest uint32 t [shape] for which `holds(t)`, which must turn from true to false once; 0 if none."""
+    """The largest uint32 t [shape] for which `holds(t)`, which must turn from true to false once; 0 if none.
+
+    `holds` takes several t at a time, uint32 [shape, N], and gives bool [shape, N].
+    """
+    # A pass costs a CPU its comparisons, and an accelerator little but its launch: there, four bits in each.
+    one, four = (lambda bits=bits: _digits(holds, shape, bits) for bits in (1, 4))
+    return jax.lax.platform_dependent(cpu=one, default=four)
+
+
+def _digits(holds: Callable[[Array], Array], shape: tuple[int, ...], bits: int) -> Array:
+    """`_largest`, found `bits` bits at a time from the highest on."""
+    steps = jnp.arange(1, 2**bits, dtype=jnp.uint32).reshape(*(1 for _ in shape), -1)
 
     def step(i: Array, t: Array) -> Array:
-        higher = t | (jnp.uint32(1) << (31 - i).astype(jnp.uint32))
-        return jnp.where(holds(higher), higher, t)
+        shift = jnp.uint32(32 - bits) - jnp.uint32(bits) * jnp.asarray(i, jnp.uint32)
+        digit = holds(t[..., None] | (steps << shift)).sum(axis=-1, dtype=jnp.uint32)
+        return t | (digit << shift)
 
-    return jax.lax.fori_loop(0, 32, step, jnp.zeros(shape, jnp.uint32))
+    return jax.lax.fori_loop(0, 32 // bits, step, jnp.zeros(shape, jnp.uint32), unroll=bits > 1)
 
 
 def sample_tokens(
@@ -148,19 +199,45 @@ def sample_tokens(
     logits float32 [S, B, V]; positions int32 [S, B] of the tokens to be emitted; ids int32 [S, B, V] names the tokens
     when they are not 0 … V − 1 (then the result indexes the last axis, as it does without).
     """
-    z = processed_logits(logits, rows, filters)
-    if ids is None:
-        ids = jnp.arange(logits.shape[-1], dtype=jnp.int32)[None, None]
-    noise = gumbel(rows.seed, positions, ids)
-    return _first_largest(jnp.where((rows.temperature < GREEDY_BELOW)[:, None, None], z, z + noise))
+    z = _scaled(logits, rows)
+    tokens = jnp.arange(z.shape[-1], dtype=jnp.int32)[None, None]
+
+    def whole() -> Array:
+        kept = _filtered(z, _smallest_kept(z, rows), rows) if filters else z
+        return _first_largest(_with_noise(kept, rows, positions, tokens if ids is None else ids))
+
+    if not filters or ids is not None or z.shape[-1] <= GROUPS * GROUP:
+        return whole()
+    likeliest = _likeliest(z)
+    found = _search(likeliest.values, z, rows, likeliest.floor)
+    inside = ((rows.top_k == 0)[:, None] | (found.after_k > likeliest.floor)) & (found.smallest > likeliest.floor)
+
+    def among_likeliest() -> Array:
+        kept = _filtered(likeliest.values, found.smallest, rows)
+        noisy = _with_noise(kept, rows, positions, likeliest.ids)
+        return jnp.where(noisy == noisy.max(axis=-1, keepdims=True), likeliest.ids, z.shape[-1]).min(axis=-1)
+
+    return jax.lax.cond((inside | _is_greedy(rows)).all(), among_likeliest, whole)
+
+
+def _with_noise(z: Array, rows: SamplingRows, positions: Array, ids: Array) -> Array:
+    return jnp.where(_is_greedy(rows)[..., None], z, z + gumbel(rows.seed, positions, ids))
 
 
 def _first_largest(x: Array) -> Array:
     """argmax [...] of x [..., V], or where a NaN is.
 
-    In two plain reductions: on CPU, one over pairs is not vectorised, nor is what x is computed from, which then takes
-    eight times as long.
+    On CPU in two plain reductions: one over pairs is not vectorised there, nor is what x is computed from, which then
+    takes eight times as long.
     """
-    at = jnp.arange(x.shape[-1], dtype=jnp.int32)
+    return jax.lax.platform_dependent(x, cpu=_first_of_largest, default=_argmax)
+
+
+def _argmax(x: Array) -> Array:
+    return jnp.argmax(x, axis=-1).astype(jnp.int32)
+
+
+def _first_of_largest(x: Array) -> Array:
+    at = jnp.arange(x.shape[-1], dtype=jnp.int32).reshape(*(1 for _ in x.shape[1:]), -1)
     found = (x == x.max(axis=-1, keepdims=True)) | jnp.isnan(x)
-    return jnp.where(found, at, x.shape[-1]).min(axis=-1).astype(jnp.int32)
+    return jnp.where(found, at, x.shape[-1]).min(axis=-1)
