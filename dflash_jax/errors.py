@@ -1,4 +1,4 @@
-"""The one exception type that stands for a user's mistake."""
+"""The exception type that stands for a user's mistake, and the one for a request that cannot go on."""
 
 from __future__ import annotations
 
@@ -21,3 +21,7 @@ class CheckpointError(UserError):
         self.problems = tuple(problems)
         head = f"{where}: {len(self.problems)} problem{'s' if len(self.problems) != 1 else ''}"
         super().__init__(head + ": " + "; ".join(self.problems))
+
+
+class GrammarError(RuntimeError):
+    """A request's grammar cannot be followed any further; nobody else is concerned."""

@@ -282,17 +282,7 @@ def serve(llm: LLM, jobs: Sequence[Job], printer: Printer) -> int:
             printer.show()
     except KeyboardInterrupt as error:
         return signal_code(error)
-    except RuntimeError as error:
-        raise_of_grammar(jobs, error)
-        raise
     return 0
-
-
-def raise_of_grammar(jobs: Sequence[Job], error: RuntimeError) -> None:
-    """UserError if it says that a prompt's text cannot go on in the shape that was asked for."""
-    for job in jobs:
-        if job.grammar is not None and job.request is not None and job.request.error is error:
-            raise UserError(f"{job.name}: {error}") from error
 
 
 def signal_code(error: KeyboardInterrupt) -> int:

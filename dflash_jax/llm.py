@@ -19,7 +19,7 @@ from dflash_jax.engine.loop import Update
 from dflash_jax.engine.protocol import Grammar
 from dflash_jax.engine.request import Request
 from dflash_jax.engine.settings import EngineSettings
-from dflash_jax.errors import UserError
+from dflash_jax.errors import GrammarError, UserError
 from dflash_jax.logprobs import Logprob, by_position
 from dflash_jax.sampling import SamplingParams, is_integer
 from dflash_jax.structured import StructuredOutputs
@@ -171,6 +171,8 @@ class Job:
     def error(self) -> str | None:
         if self.request is None or self.request.finish_reason != "error":
             return None
+        if self.request.error is not None:
+            return f"{self.name} had to be given up: {self.request.error}"
         after = f"after {len(self.request.output_ids)} tokens" if self.request.output_ids else "at its first token"
         return (
             f"{self.name} had to be given up {after}: the target's logits are not numbers (NaN);"
@@ -388,7 +390,7 @@ class LLM:
                 while news:
                     job, update = news.popleft()
                     left -= update.finish_reason is not None
-                    if update.request.error is not None:
+                    if update.request.error is not None and not isinstance(update.request.error, GrammarError):
                         raise update.request.error
                     for dropped in self._go_on(job, update, news):
                         left -= 1

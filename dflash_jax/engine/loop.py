@@ -16,6 +16,7 @@ from dflash_jax.engine.metrics import EngineMetrics, MetricsRecorder
 from dflash_jax.engine.protocol import Masked, Pending, PrefillRow, RowResult, Runner
 from dflash_jax.engine.request import Request
 from dflash_jax.engine.scheduler import DecodeBatch, PrefillBatch, Row, Scheduler, SchedulerConfig
+from dflash_jax.errors import GrammarError
 
 OnTokens = Callable[[Request, Sequence[int]], bool]
 """Sees every request's new tokens, already appended to its output; True stops the request (a stop string was found).
@@ -232,7 +233,7 @@ class Loop:
             return None
         try:
             return request.grammar.masks(drafts)
-        except RuntimeError as error:
+        except GrammarError as error:
             self._fail(request, error)
             self.recorder.finished(request)
             self._failed.append(Update(request, [], request.finish_reason))
@@ -307,7 +308,7 @@ class Loop:
         assert request.grammar is not None
         try:
             request.grammar.advance(tokens)
-        except RuntimeError as error:
+        except GrammarError as error:
             self._fail(request, error)
 
     def _report(self, request: Request, tokens: list[int]) -> Update:

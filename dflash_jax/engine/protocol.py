@@ -149,7 +149,7 @@ class Runner(Protocol):
 class Grammar(Protocol):
     """What one request's text may be, as bits over the V ids of the model's vocabulary; bit i of word w is id 32w + i.
 
-    Both methods raise RuntimeError where the grammar cannot be followed any further; only this request is to blame.
+    Both methods raise GrammarError where the grammar cannot be followed any further; only this request is to blame.
     """
 
     @property

@@ -18,7 +18,7 @@ from typing import Any
 
 import numpy as np
 
-from dflash_jax.errors import UserError
+from dflash_jax.errors import GrammarError, UserError
 from dflash_jax.structured import StructuredOutputs
 from dflash_jax.text.tokenizer import Tokenizer
 
@@ -71,7 +71,7 @@ class GrammarCompiler:
             raise _unusable(asked, matcher.get_error())
         try:
             Grammar(matcher, self._bits).masks(())
-        except RuntimeError as error:
+        except GrammarError as error:
             raise _unusable(asked, str(error).split(": ", 1)[1]) from error
         return matcher
 
@@ -94,7 +94,7 @@ class Grammar:
     def masks(self, drafts: Sequence[int]) -> np.ndarray:
         """uint32 [len(drafts) + 1, width]: row k allows what may come after drafts[:k]; bit i of word w is id 32w + i.
 
-        Rows after a draft that is not allowed allow all V ids.  The state stays as it was.  RuntimeError where nothing
+        Rows after a draft that is not allowed allow all V ids.  The state stays as it was.  GrammarError where nothing
         may come now, because the vocabulary lacks it or the grammar became too complex for the library; where that is
         so after some drafts, their row is empty.
         """
@@ -113,7 +113,7 @@ class Grammar:
         return rows
 
     def advance(self, tokens: Sequence[int]) -> None:
-        """Take what was emitted, perhaps with an end-of-text id at the end; RuntimeError for what is not allowed."""
+        """Take what was emitted, perhaps with an end-of-text id at the end; GrammarError for what is not allowed."""
         for token in map(int, tokens):
             if not self._take(token):
                 raise self._error(f"token {token} is not allowed")
@@ -141,10 +141,10 @@ class Grammar:
         if ended or self._matcher.is_accepting():  # never after an error
             row |= self._bits.eos
 
-    def _error(self, problem: str) -> RuntimeError:
+    def _error(self, problem: str) -> GrammarError:
         """With the library's own reason where that is more than a code word: after an error it refuses everything."""
         reason = _reason(self._matcher.get_error())
-        return RuntimeError(f"structured output after {len(self._text)} tokens: {reason if ' ' in reason else problem}")
+        return GrammarError(f"structured output after {len(self._text)} tokens: {reason if ' ' in reason else problem}")
 
 
 class _Bits:

@@ -24,7 +24,7 @@ from dflash_jax.engine.packing import (
     table_updates,
 )
 from dflash_jax.engine.runner import MemoryUse
-from dflash_jax.models import FILTER, SAMPLE
+from dflash_jax.ops import FILTER, SAMPLE
 from dflash_jax.state import Needs
 
 from .device import V2, greedy, open_device, random_prompt, serve_prompts

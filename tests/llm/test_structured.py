@@ -13,6 +13,8 @@ import pytest
 
 from dflash_jax import LLM, SamplingParams, StructuredOutputs, UserError
 from dflash_jax.cache import page_bytes
+from dflash_jax.errors import GrammarError
+from dflash_jax.llm import GenerationError
 
 from .oracle import Answer, Oracle
 from .pairs import open_llm
@@ -92,10 +94,13 @@ def test_structured_output_is_plain_decoding_under_masks(
     assert (llm.engine.metrics().num_preemptions > 0) == bool(pages), "the few pages shall force some"
     for out, answer, params in zip(outputs, exam.answers, exam.params, strict=True):
         assert (out.token_ids, out.finish_reason) == (answer.token_ids, answer.finish_reason), params
-        assert sum(out.accept_lengths) == len(out.token_ids) - 1
+        resumed = len(out.token_ids) - 1 - sum(out.accept_lengths)  # its first token is in no round, either
+        assert resumed == 0 or (pages and resumed > 0)
         check_logprobs(out.logprobs, answer, params)
     lengths = [out.accept_lengths for out in outputs]
-    if draft == "right-shape":
+    if draft == "right-shape" and pages:
+        assert max(length for each in lengths for length in each) == 6
+    elif draft == "right-shape":
         assert all(length == 6 for each in lengths for length in each[:-1])
     elif draft == "dflash":
         assert max(length for each in lengths for length in each) > 1
@@ -145,13 +150,13 @@ class Breaking:
 
     def masks(self, drafts: object) -> object:
         if self.where == "masks" and self.after <= 0:
-            raise RuntimeError("too complex")
+            raise GrammarError("too complex")
         return np.full((len(drafts) + 1, 3), 0xFFFFFFFF, np.uint32)  # type: ignore[arg-type]
 
     def advance(self, tokens: list[int]) -> None:
         self.after -= len(tokens)
         if self.where == "advance" and self.after <= 0:
-            raise RuntimeError("too complex")
+            raise GrammarError("too complex")
 
 
 @pytest.mark.parametrize("overlap", [True, False])
@@ -171,3 +176,12 @@ def test_a_grammar_that_breaks_ends_its_own_request_alone(
     assert news[-1].finish_reason == "error" and [update.finish_reason for update in news].count("error") == 1
     assert other.output_ids == alone and other.finish_reason == "length"
     assert engine.metrics().num_requests_running == 0
+
+
+def test_a_broken_grammar_is_told_when_the_others_are_done(text_llm: LLM, monkeypatch: pytest.MonkeyPatch) -> None:
+    shape = SamplingParams(max_new_tokens=12, structured_outputs=StructuredOutputs(regex="b*"))
+    monkeypatch.setattr(text_llm, "grammar", lambda asked: asked and Breaking(3, "masks"))
+    with pytest.raises(GenerationError, match="prompt 1 had to be given up: too complex") as caught:
+        text_llm.generate([[5, 6], [9, 4]], [shape, SamplingParams(max_new_tokens=12, ignore_eos=True)])
+    assert [len(out.token_ids) for out in caught.value.outputs][1] == 12
+    assert [out.finish_reason for out in caught.value.outputs] == ["abort", "length"]
