@@ -11,7 +11,7 @@ import numpy as np
 import pytest
 
 from dflash_jax.ops import SamplingRows, is_broken
-from dflash_jax.ops.reference.sample import GROUP, GROUPS, gumbel, processed_logits, sample_tokens
+from dflash_jax.ops.reference.sample import GROUP, GROUPS, _first_kept, gumbel, processed_logits, sample_tokens
 
 DRAWS = 20_000
 
@@ -109,6 +109,29 @@ def test_filters_keep_what_sorting_keeps(
     for s, k in np.ndindex(2, 3):
         expected = kept_by_sorting(logits[s, k], temperature, min_p, top_k, top_p) > 0
         np.testing.assert_array_equal(kept[s, k], expected)
+
+
+@pytest.mark.parametrize("spread", [0.2, 3.0])
+@pytest.mark.parametrize(
+    ("min_p", "top_k", "top_p"),
+    [(0.0, 40, 1.0), (0.0, 0, 0.9), (0.0, 0, 0.3), (0.01, 0, 1.0), (0.0, 5000, 1.0), (0.0, 5000, 0.5), (0.3, 2000, 0.9),
+     (0.0, 0, 1.0), (1.0, 0, 1.0)],
+)  # fmt: skip
+def test_every_way_to_a_sample_gives_the_same(spread: float, min_p: float, top_k: int, top_p: float):
+    """Whether the sample is found among the likeliest, pass by pass, or behind the threshold itself."""
+    vocab = GROUP * GROUPS + 500
+    logits = np.random.default_rng(4).normal(scale=spread, size=(6, 4, vocab)).astype(np.float32)
+    logits[5, 2, 17] = np.nan
+    asked = rows(6, 1.0, min_p, top_k, top_p)
+    asked = dataclasses.replace(asked, temperature=asked.temperature.at[3].set(0.0))
+    positions = jnp.arange(24, dtype=jnp.int32).reshape(6, 4)
+    tokens = jnp.arange(vocab, dtype=jnp.int32)[None, None]
+    z = processed_logits(jnp.asarray(logits), asked)
+    noise = jnp.where(asked.temperature[:, None, None] > 0, gumbel(asked.seed, positions, tokens), 0)
+    want = np.asarray(jnp.argmax(z + noise, axis=-1))
+    np.testing.assert_array_equal(jax.jit(sample_tokens)(logits, asked, positions), want)
+    np.testing.assert_array_equal(jax.jit(_first_kept)(z, asked, positions, tokens), want)
+    assert want[5, 2] == 17
 
 
 def test_filters_that_are_off_change_no_bit():

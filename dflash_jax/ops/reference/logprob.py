@@ -22,13 +22,16 @@ class Logprobs(NamedTuple):
 def token_logprobs(logits: Array, chosen: Array, n: int, normalise: bool = True) -> Logprobs:
     """Of logits float32 [S, B, V] and chosen int32 [S, B]; without `normalise` the logits themselves.
 
-    Several tokens with the chosen one's value share the last of their ranks, as in vLLM.
+    Several tokens with the chosen one's value share the last of their ranks, as in vLLM.  Where there are fewer tokens
+    than n, the rest are token −1 with −∞.
     """
     values = jax.nn.log_softmax(logits, axis=-1) if normalise else logits
     own = jnp.take_along_axis(values, chosen[..., None], axis=-1)
     rank = (values >= own).sum(axis=-1, dtype=jnp.int32)
-    top, tokens = jax.lax.top_k(values, n)
-    return Logprobs(own[..., 0], rank, tokens.astype(jnp.int32), top)
+    top, tokens = jax.lax.top_k(values, min(n, values.shape[-1]))
+    spare = [(0, 0)] * (top.ndim - 1) + [(0, n - top.shape[-1])]
+    top = jnp.pad(top, spare, constant_values=-jnp.inf)
+    return Logprobs(own[..., 0], rank, jnp.pad(tokens.astype(jnp.int32), spare, constant_values=-1), top)
 
 
 def packed_logprobs(logprobs: Logprobs) -> Array:

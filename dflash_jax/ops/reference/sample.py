@@ -97,7 +97,10 @@ def _smallest_kept(z: Array, rows: SamplingRows) -> Array:
 
 
 class _Likeliest(NamedTuple):
-    """values float32 [S, B, N] of tokens ids int32 [S, B, N]; every value above floor [S, B] is among them."""
+    """values float32 [S, B, N] of tokens ids int32 [S, B, N]; every value above floor [S, B] is among them.
+
+    A floor is NaN where a value is.
+    """
 
     values: Array
     ids: Array
@@ -109,10 +112,12 @@ def _likeliest(z: Array) -> _Likeliest:
     s, b, v = z.shape
     padded = jnp.pad(z, ((0, 0), (0, 0), (0, -v % GROUP)), constant_values=-jnp.inf)
     grouped = padded.reshape(s, b, -1, GROUP)
-    best, which = jax.lax.top_k(grouped.max(axis=-1), GROUPS)
+    maxima = grouped.max(axis=-1)
+    best, which = jax.lax.top_k(maxima, GROUPS)
+    floor = jnp.where(jnp.isnan(maxima.max(axis=-1)), jnp.nan, best[..., -1])  # a NaN need not be among the best
     values = jnp.take_along_axis(grouped, which[..., None], axis=2)
     ids = which[..., None] * GROUP + jnp.arange(GROUP, dtype=jnp.int32)[None, None, None]
-    return _Likeliest(values.reshape(s, b, -1), ids.reshape(s, b, -1), best[..., -1])
+    return _Likeliest(values.reshape(s, b, -1), ids.reshape(s, b, -1), floor)
 
 
 class _Found(NamedTuple):
@@ -133,8 +138,15 @@ def _search(candidates: Array, z: Array, rows: SamplingRows, floor: Array | None
     key, shape = _ordered(candidates)[..., None, :], candidates.shape[:-1]
     highest = candidates.max(axis=-1)
     least = highest + jnp.log(rows.min_p)[:, None]
-    kth = _largest(lambda t: (key >= t[..., None]).sum(axis=-1, dtype=jnp.int32) >= top_k[..., None], shape)
-    least = jnp.where(top_k > 0, jnp.maximum(least, _unordered(kth)), least)
+
+    def kth() -> Array:
+        return _largest(lambda t: (key >= t[..., None]).sum(axis=-1, dtype=jnp.int32) >= top_k[..., None], shape)
+
+    if floor is None:  # over a whole vocabulary the search is worth a question
+        largest = jax.lax.cond((top_k > 0).any(), kth, lambda: jnp.zeros(shape, jnp.uint32))
+    else:
+        largest = kth()
+    least = jnp.where(top_k > 0, jnp.maximum(least, _unordered(largest)), least)
     mass = _mass(candidates, least, highest)
     enough = (top_p * _total(mass, z, least, highest, floor, rows))[..., None]
     mass = mass[..., None, :]
@@ -200,24 +212,52 @@ def sample_tokens(
     when they are not 0 … V − 1 (then the result indexes the last axis, as it does without).
     """
     z = _scaled(logits, rows)
-    tokens = jnp.arange(z.shape[-1], dtype=jnp.int32)[None, None]
-
-    def whole() -> Array:
-        kept = _filtered(z, _smallest_kept(z, rows), rows) if filters else z
-        return _first_largest(_with_noise(kept, rows, positions, tokens if ids is None else ids))
-
-    if not filters or ids is not None or z.shape[-1] <= GROUPS * GROUP:
-        return whole()
+    tokens = jnp.arange(z.shape[-1], dtype=jnp.int32)[None, None] if ids is None else ids
+    if not filters:
+        return _first_largest(_with_noise(z, rows, positions, tokens))
+    if z.shape[-1] <= GROUPS * GROUP:
+        return _first_largest(_with_noise(_filtered(z, _smallest_kept(z, rows), rows), rows, positions, tokens))
     likeliest = _likeliest(z)
     found = _search(likeliest.values, z, rows, likeliest.floor)
     inside = ((rows.top_k == 0)[:, None] | (found.after_k > likeliest.floor)) & (found.smallest > likeliest.floor)
 
     def among_likeliest() -> Array:
-        kept = _filtered(likeliest.values, found.smallest, rows)
-        noisy = _with_noise(kept, rows, positions, likeliest.ids)
+        noisy = _with_noise(_filtered(likeliest.values, found.smallest, rows), rows, positions, likeliest.ids)
         return jnp.where(noisy == noisy.max(axis=-1, keepdims=True), likeliest.ids, z.shape[-1]).min(axis=-1)
 
-    return jax.lax.cond((inside | _is_greedy(rows)).all(), among_likeliest, whole)
+    among_all = functools.partial(_first_kept, z, rows, positions, tokens)
+    suffices = (inside | _is_greedy(rows)) & ~jnp.isnan(likeliest.floor)
+    return jax.lax.cond(suffices.all(), among_likeliest, among_all)
+
+
+def _first_kept(z: Array, rows: SamplingRows, positions: Array, tokens: Array) -> Array:
+    """The index int32 [S, B] of the largest of z [S, B, V] plus noise that the filters keep, without their threshold.
+
+    The largest of all is the answer if it is kept; else nothing is kept that is no likelier, and so on: a few passes.
+    """
+    highest = z.max(axis=-1)
+    least, greedy = highest + jnp.log(rows.min_p)[:, None], _is_greedy(rows)
+    top_k, top_p = rows.top_k[:, None], rows.top_p[:, None]
+    both = (top_k > 0) & (top_p < 1)  # top-p is then of what top-k keeps
+    least = jax.lax.cond(both.any(), lambda: jnp.where(both, _search(z, z, rows).after_k, least), lambda: least)
+    mass = _mass(z, least, highest)
+    enough = top_p * mass.sum(axis=-1)
+
+    def is_kept(at: Array) -> tuple[Array, Array]:
+        value = jnp.take_along_axis(z, at[..., None], axis=-1)[..., 0]
+        above = z > value[..., None]
+        fewer = (top_k == 0) | (above.sum(axis=-1, dtype=jnp.int32) < top_k)
+        lighter = (top_p >= 1) | (jnp.where(above, mass, 0).sum(axis=-1) < enough)
+        return value, greedy | jnp.isnan(value) | (fewer & lighter)
+
+    def look(noisy: Array) -> tuple[Array, Array, Array]:
+        at = _first_largest(noisy)
+        value, kept = is_kept(at)
+        return at, kept, jnp.where(kept[..., None] | (z > value[..., None]), noisy, -jnp.inf)
+
+    noisy = _with_noise(_filtered(z, least, rows), rows, positions, tokens)
+    found = jax.lax.while_loop(lambda found: ~found[1].all(), lambda found: look(found[2]), look(noisy))
+    return found[0]
 
 
 def _with_noise(z: Array, rows: SamplingRows, positions: Array, ids: Array) -> Array:
