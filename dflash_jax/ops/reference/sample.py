@@ -112,9 +112,9 @@ def _likeliest(z: Array) -> _Likeliest:
     s, b, v = z.shape
     padded = jnp.pad(z, ((0, 0), (0, 0), (0, -v % GROUP)), constant_values=-jnp.inf)
     grouped = padded.reshape(s, b, -1, GROUP)
-    maxima = grouped.max(axis=-1)
+    maxima = jnp.where(jnp.isnan(grouped), jnp.inf, grouped).max(axis=-1)  # a maximum may overlook a NaN (XLA on CPU)
     best, which = jax.lax.top_k(maxima, GROUPS)
-    floor = jnp.where(jnp.isnan(maxima.max(axis=-1)), jnp.nan, best[..., -1])  # a NaN need not be among the best
+    floor = jnp.where(best[..., 0] == jnp.inf, jnp.nan, best[..., -1])
     values = jnp.take_along_axis(grouped, which[..., None], axis=2)
     ids = which[..., None] * GROUP + jnp.arange(GROUP, dtype=jnp.int32)[None, None, None]
     return _Likeliest(values.reshape(s, b, -1), ids.reshape(s, b, -1), floor)
