@@ -130,7 +130,7 @@ def test_every_way_to_a_sample_gives_the_same(spread: float, min_p: float, top_k
     noise = jnp.where(asked.temperature[:, None, None] > 0, gumbel(asked.seed, positions, tokens), 0)
     want = np.asarray(jnp.argmax(z + noise, axis=-1))
     np.testing.assert_array_equal(jax.jit(sample_tokens)(logits, asked, positions), want)
-    np.testing.assert_array_equal(jax.jit(_first_kept)(z, asked, positions, tokens), want)
+    np.testing.assert_array_equal(jax.jit(_first_kept)(logits, asked, positions, tokens), want)
     assert want[5, 2] == 17
 
 
