@@ -197,14 +197,16 @@ class Engine:
             ignore_eos=params.ignore_eos,
             priority=priority,
             sampling=params if params.greedy or params.seed is not None else replace(params, seed=random_seed()),
-            num_logprobs=params.logprobs,
-            num_prompt_logprobs=params.prompt_logprobs,
+            num_logprobs=_at_most(params.logprobs, config.vocab_size),
+            num_prompt_logprobs=_at_most(params.prompt_logprobs, config.vocab_size),
         )
         if params.n > 1:
             raise UserError(f"a request of the engine is one sample, and n is {params.n}: add a request for each")
         if len(request.stop_ids) > MAX_STOP_IDS:
             raise UserError(f"{len(request.stop_ids)} stop tokens are more than the {MAX_STOP_IDS} a request may have")
         check_some_token_is_left(params, request.stop_ids, config.vocab_size)
+        if params.edits_logits and not self.runner.has_edits:
+            raise UserError("this engine was made without room for penalties, biases and token lists")
         return request
 
     def _new_name(self) -> str:
@@ -380,9 +382,15 @@ def check_ids(name: str, ids: Sequence[int], vocab_size: int) -> None:
         raise UserError(f"{name} holds {bad[0]!r}, which is not a token id from 0 to {vocab_size - 1}")
 
 
+def _at_most(count: int | None, vocab_size: int) -> int | None:
+    """There are no more alternatives than tokens."""
+    return None if count is None else min(count, vocab_size)
+
+
 def check_some_token_is_left(params: SamplingParams, stop_ids: Sequence[int], vocab_size: int) -> None:
     """UserError where a request forbids every token, at least before it may stop."""
-    if not params.bad_token_ids and params.allowed_token_ids is None:
+    lists = params.bad_token_ids or params.allowed_token_ids is not None
+    if not lists and (not params.min_tokens or len(stop_ids) < vocab_size):
         return
     allowed = range(vocab_size) if params.allowed_token_ids is None else params.allowed_token_ids
     left = set(allowed) - set(params.bad_token_ids)

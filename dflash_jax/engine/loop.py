@@ -286,7 +286,7 @@ class Loop:
         if not is_round:
             self.recorder.prefilled(row.length)
             self.scheduler.prefilled(row)
-            row.request.take_prompt_logprobs(row.start, result.prompt_logprobs)
+            row.request.take_prompt_logprobs(row.start, result.prompt_logprobs[: row.length])
         if told:
             self._take(row.request, result, launch.block_size, now_s)
         return told

@@ -47,7 +47,8 @@ class RowResult:
     Prefill: one token for a last chunk, none otherwise. Decode: accepted drafts, then the bonus, cut by stop ids and
     limit. A row that was finished before the launch has no tokens. `finish_reason` is "stop", "length", None, or
     "error" where the logits are not finite: then there may be no token, and the row's KV is not to be trusted.
-    logprobs: of each token, where the slot asked for it; prompt_logprobs: of the token after each one of the chunk.
+    logprobs: of each token, where the slot asked for it; prompt_logprobs: of the token after each one of the chunk,
+    perhaps followed by those of padding.
     """
 
     tokens: list[int]

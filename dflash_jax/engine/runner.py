@@ -9,7 +9,7 @@ from __future__ import annotations
 import logging
 import time
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import jax
@@ -176,6 +176,11 @@ class DeviceRunner:
         return self.sizes.max_prefill_rows
 
     @property
+    def has_edits(self) -> bool:
+        """Whether the state has room for what requests change in their logits."""
+        return self.state.edits is not None
+
+    @property
     def memory(self) -> MemoryUse:
         weights, state = self.weights, self.state
         parts = (tree_bytes(part) for part in (weights.target, weights.draft, state.kv, state.draft, state.edits))
@@ -211,8 +216,7 @@ class DeviceRunner:
                 self._edit(arrival)
 
     def _edit(self, arrival: Arrival) -> None:
-        if self.state.edits is None:
-            raise UserError("this engine was made without room for penalties, biases and token lists")
+        assert self.state.edits is not None, "the engine refuses such requests"
         row = edit_row(arrival, self.state.edits.bias.shape[1])
         self._update(("edit",), self.steps.edit, np.array([arrival.slot], np.int32), row)
 
@@ -299,10 +303,10 @@ class DeviceRunner:
             self.compile_s += time.perf_counter() - start_s
 
     def _all(self, slots: Iterable[int]) -> Needs:
-        """What serves all of these slots."""
+        """What serves a round of all these slots, in which nothing of a prompt is reported."""
         if not self._needs:  # as for most
             return NOTHING
-        return combined(self._needs.get(slot, NOTHING) for slot in slots)
+        return replace(combined(self._needs.get(slot, NOTHING) for slot in slots), prompt_logprobs=None)
 
     def _slots(self, slots: Sequence[int], size: int) -> jax.Array:
         """`slots` padded with the padding slot, on the device; the last few batches are kept there."""

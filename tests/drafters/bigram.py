@@ -9,6 +9,7 @@ from __future__ import annotations
 import dataclasses
 import functools
 from collections.abc import Sequence
+from pathlib import Path
 from typing import Any
 
 import jax
@@ -17,10 +18,11 @@ import numpy as np
 from jax import Array
 from steps.fakes import random_tree
 
-from dflash_jax import SamplingParams
+from dflash_jax import Engine, EngineSettings, SamplingParams
 from dflash_jax.cache import make_pool
 from dflash_jax.config import ConvConfig, DraftConfig, RopeConfig, SelectorConfig, TargetConfig
 from dflash_jax.drafters import DFlashDrafter, Drafter, NgramDrafter, NoDrafter, Weights
+from dflash_jax.engine.build import Loaded
 from dflash_jax.engine.packing import Arrival, edit_row, needs_of, sampling_rows
 from dflash_jax.models import FAMILIES, Rows
 from dflash_jax.models.dflash import draft_specs, with_injection
@@ -28,6 +30,9 @@ from dflash_jax.params import build
 from dflash_jax.sharding import make_mesh
 from dflash_jax.state import MAX_STOP_IDS, Needs, init_state
 from dflash_jax.steps import Admission, PrefillBatch, StepConfig, Steps
+from dflash_jax.weights import TargetCheckpoint
+
+from .cycles import light_compilation
 
 NEW = 3  # tokens of a text: the first comes from prefill
 PAGE, WIDTH = 4, 3  # tokens of a page, pages of a slot
@@ -58,14 +63,18 @@ def target_config(vocab: int) -> TargetConfig:
     )  # fmt: skip
 
 
-def target_params(vocab: int) -> Any:
-    """Its only layer adds nothing; the norm makes √V of the one in an embedding, and the head takes that back."""
+def target_params(vocab: int, logits: np.ndarray | None = None) -> Any:
+    """Its only layer adds nothing; the norm makes √V of the one in an embedding, and the head takes that back.
+
+    logits: others than `bigram_logits`.
+    """
+    logits = bigram_logits(vocab) if logits is None else logits
 
     def leaf(path: str, spec: Any) -> Array:
         if path == "embed":
             return jnp.eye(vocab, dtype=jnp.float32)
         if path == "head":
-            return jnp.asarray(bigram_logits(vocab).T / np.sqrt(np.float32(vocab)))
+            return jnp.asarray(logits.T / np.sqrt(np.float32(vocab)), jnp.float32)
         return jnp.full(spec.shape, 1.0 if spec.init == "ones" else 0.0, jnp.float32)
 
     return build(FAMILIES["qwen3"].specs(target_config(vocab)), leaf)
@@ -101,6 +110,20 @@ def make_drafter(name: str, vocab: int) -> tuple[Drafter, Any]:
     told = ByPage(vocab=vocab)
     drafters = {"none": NoDrafter(), "ngram": NgramDrafter(3), "right": told, "wrong": told}
     return drafters[name], None
+
+
+def make_engine(
+    drafter: Drafter, draft_params: Any = None, vocab: int = 16, logits: np.ndarray | None = None, **settings: Any
+) -> Engine:
+    """An engine over the target, compiled lightly; four slots, pages of four tokens, prompts in chunks of eight."""
+    config = target_config(vocab)
+    checkpoint = TargetCheckpoint(config, None, None, Path("bigram"), "bigram")  # type: ignore[arg-type]
+    weights = Weights(target_params(vocab, logits), draft_params)
+    loaded = Loaded(checkpoint, drafter, weights, jnp.dtype("float32"), "cpu", make_mesh())
+    sizes = {"page_size": PAGE, "max_running_requests": 4, "max_model_len": 64, "chunked_prefill_size": 8}
+    options = EngineSettings("bigram", "bigram", **(sizes | {"speculation": "always"} | settings))
+    with light_compilation():
+        return Engine(options, loaded)
 
 
 @functools.cache
@@ -211,13 +234,16 @@ def grow(joint: np.ndarray, logits: np.ndarray, params: SamplingParams, text: tu
     if len(text) == NEW or (text and text[-1] in params.stop_token_ids):
         joint[(*text, *[len(logits)] * (NEW - len(text)))] += share
         return
-    chances = next_token(logits[[*PROMPT, *text][-1]], params, text)
+    changed = changed_logits(logits[[*PROMPT, *text][-1]], params, PROMPT, text)
+    chances = filtered(np.exp((changed - changed.max()) / params.temperature), params)
     for token in np.flatnonzero(chances):
         grow(joint, logits, params, (*text, int(token)), share * chances[token])
 
 
-def next_token(logits: np.ndarray, params: SamplingParams, text: Sequence[int]) -> np.ndarray:
-    """Probabilities [V] after PROMPT and `text`: lists and bias, early stops, penalties, temperature, filters."""
+def changed_logits(
+    logits: np.ndarray, params: SamplingParams, prompt: Sequence[int], text: Sequence[int]
+) -> np.ndarray:
+    """Logits [V] after prompt and `text`, changed by lists and bias, early stops and penalties."""
     x = logits.copy()
     for token, bias in (params.logit_bias or {}).items():
         x[token] += bias
@@ -228,10 +254,10 @@ def next_token(logits: np.ndarray, params: SamplingParams, text: Sequence[int]) 
         x[list(params.stop_token_ids)] = -np.inf
     for token in range(x.size):
         often = list(text).count(token)
-        if often or token in PROMPT:
+        if often or token in prompt:
             x[token] *= params.repetition_penalty ** (-1 if x[token] > 0 else 1)
         x[token] -= often * params.frequency_penalty + (often > 0) * params.presence_penalty
-    return filtered(np.exp((x - x.max()) / params.temperature), params)
+    return x
 
 
 def filtered(p: np.ndarray, params: SamplingParams) -> np.ndarray:
