@@ -8,6 +8,7 @@ from numbers import Integral, Real
 from typing import Any
 
 from dflash_jax.errors import UserError
+from dflash_jax.ops import GREEDY_BELOW
 from dflash_jax.state import MAX_STOP_IDS
 from dflash_jax.structured import StructuredOutputs
 
@@ -66,8 +67,8 @@ class SamplingParams:
 
     @property
     def greedy(self) -> bool:
-        """Whether the likeliest token is taken; temperatures under 1e-5 count as 0, as in vLLM."""
-        return self.temperature < 1e-5
+        """Whether the likeliest token is taken: very low temperatures count as 0, as in vLLM."""
+        return self.temperature < GREEDY_BELOW
 
     @property
     def penalised(self) -> bool:
@@ -87,7 +88,6 @@ class SamplingParams:
             object.__setattr__(self, name, _as_tuple(getattr(self, name)))
         self._check_lists()
         self._make_plain()
-
         if self.structured_outputs is not None:
             self._check_structured(self.structured_outputs)
 
@@ -135,7 +135,7 @@ class SamplingParams:
     def _check_numbers(self) -> None:
         for name in ("temperature", "top_p", "min_p", "repetition_penalty", *OPENAI_PENALTIES):
             value = getattr(self, name)
-            if isinstance(value, bool) or not isinstance(value, Real):
+            if not is_number(value):
                 raise UserError(f"{name} must be a number, not {value!r}")
         if not 0 <= self.temperature < float("inf"):
             raise UserError(f"temperature must be a number of at least 0, not {self.temperature!r}")
@@ -172,7 +172,7 @@ class SamplingParams:
         if not isinstance(bias, Mapping):
             raise UserError(f"logit_bias must map token ids to numbers, not be {bias!r:.60}")
         for token, value in bias.items():
-            if isinstance(value, bool) or not isinstance(value, Real) or not -100 <= value <= 100:
+            if not is_number(value) or not -100 <= value <= 100:
                 raise UserError(f"logit_bias of token {token!r} must be a number from -100 to 100, not {value!r}")
 
     def _check_allowed(self, allowed: Sequence[int]) -> None:
@@ -191,3 +191,7 @@ def _as_tuple(value: Any) -> tuple[Any, ...]:
 
 def is_integer(value: object) -> bool:
     return isinstance(value, Integral) and not isinstance(value, bool)
+
+
+def is_number(value: object) -> bool:
+    return isinstance(value, Real) and not isinstance(value, bool)

@@ -128,13 +128,18 @@ def edit_row(arrival: Arrival, vocab_size: int) -> EditRows:
     return EditRows(
         active=array([True], bool),
         bias=_bias(params, vocab_size)[None],
-        emitted=np.bincount(int32(arrival.output_ids), minlength=vocab_size).astype(np.int32)[None],
-        in_prompt=(np.bincount(int32(arrival.prompt_ids), minlength=vocab_size) > 0)[None],
+        emitted=_counts(arrival.output_ids, vocab_size)[None],
+        in_prompt=_counts(arrival.prompt_ids, vocab_size)[None] > 0,
         repetition=float32([params.repetition_penalty]),
         presence=float32([params.presence_penalty]),
         frequency=float32([params.frequency_penalty]),
         stops_from=int32([len(arrival.prompt_ids) + params.min_tokens]),
     )
+
+
+def _counts(tokens: Sequence[int], vocab_size: int) -> Any:
+    """int32 [V]: how often each token occurs."""
+    return np.bincount(int32(tokens), minlength=vocab_size).astype(np.int32)
 
 
 def _bias(params: SamplingParams, vocab_size: int) -> Any:

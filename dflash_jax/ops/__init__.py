@@ -8,6 +8,7 @@ from dflash_jax.ops.dispatch import XLA, Kernels, select
 from dflash_jax.ops.reference import (
     FILTER,
     GREEDY,
+    GREEDY_BELOW,
     SAMPLE,
     EditRows,
     SamplingRows,
@@ -25,7 +26,8 @@ from dflash_jax.ops.reference.accept import BROKEN, LENGTH, RUNNING, STOP, Accep
 from dflash_jax.ops.reference.numerics import align, apply_rope, dot, rms_norm
 
 __all__ = [
-    "BROKEN", "FILTER", "GREEDY", "LENGTH", "RUNNING", "SAMPLE", "STOP", "XLA", "Accepted", "EditRows", "Kernels",
-    "SamplingRows", "align", "apply_rope", "dot", "edited_logits", "greedy_tokens", "is_broken", "masked_logits",
-    "norm_rope", "packed_logprobs", "processed_logits", "rms_norm", "select", "token_locations", "token_logprobs",
+    "BROKEN", "FILTER", "GREEDY", "GREEDY_BELOW", "LENGTH", "RUNNING", "SAMPLE", "STOP", "XLA", "Accepted",
+    "EditRows", "Kernels", "SamplingRows", "align", "apply_rope", "dot", "edited_logits", "greedy_tokens", "is_broken",
+    "masked_logits", "norm_rope", "packed_logprobs", "processed_logits", "rms_norm", "select", "token_locations",
+    "token_logprobs",
 ]  # fmt: skip

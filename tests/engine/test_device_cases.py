@@ -250,7 +250,7 @@ def test_32_rounds_are_as_wide_as_what_is_live(pair, monkeypatch):
     known = sure_prompts(device, (5, 6, 7))
     engine, launched = device.engine(overlap=False), []
     launch = device.runner._launch
-    monkeypatch.setattr(device.runner, "_launch", lambda key, *rest: (launched.append(key), launch(key, *rest))[1])
+    monkeypatch.setattr(device.runner, "_launch", lambda key, *a, **k: (launched.append(key), launch(key, *a, **k))[1])
     requests = [engine.add_request(one.prompt, greedy(new)) for one, new in zip(known, (3, 10, 40), strict=True)]
     live = []
     while engine.has_work:

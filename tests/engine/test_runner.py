@@ -86,7 +86,7 @@ def test_admissions_of_a_step_are_one_call_before_its_launch(monkeypatch):
     keys = []
     update, launch = device.runner._update, device.runner._launch
     monkeypatch.setattr(device.runner, "_update", lambda key, *rest: (keys.append(key), update(key, *rest))[1])
-    monkeypatch.setattr(device.runner, "_launch", lambda key, *rest: (launch(key, *rest), keys.append(key[:1]))[0])
+    monkeypatch.setattr(device.runner, "_launch", lambda key, *a, **k: (launch(key, *a, **k), keys.append(key[:1]))[0])
     serve_prompts(device.engine(), [random_prompt(device, 5, seed) for seed in range(4)], greedy(2))
     assert keys[:2] == [("admit", 8), ("prefill",)] and ("admit", 1) not in keys
 
@@ -98,9 +98,10 @@ def test_memory_is_told_in_bytes(caplog):
     config = device.loaded.config
     assert memory.target_kv == sizes.num_pages * page_bytes(config, sizes.page_size, np.float32)
     assert memory.draft_state == sizes.num_pages * device.loaded.drafter.page_bytes(sizes.page_size, np.float32)
+    assert memory.edits > 9 * config.vocab_size * (sizes.num_slots + 1)
     assert memory.target == sum(leaf.nbytes for leaf in jax.tree.leaves(device.weights.target))
     assert memory.scratch and f"scratch {memory.scratch / 1e6:.1f} MB" in str(memory)
-    assert "scratch unknown until a step is compiled" in str(MemoryUse(1, 2, 3, 4, None))
+    assert "scratch unknown until a step is compiled" in str(MemoryUse(1, 2, 3, 4, 5, None))
     with caplog.at_level(logging.INFO, "dflash_jax"):
         device.engine().warmup(progress=False)
     assert caplog.messages[-1] == str(device.engine().memory)

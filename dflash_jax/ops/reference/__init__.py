@@ -6,11 +6,19 @@ from dflash_jax.ops.reference.block import prepare_block, token_locations
 from dflash_jax.ops.reference.edit import EditRows, edited_logits, masked_logits
 from dflash_jax.ops.reference.head import greedy_tokens, head_logits, is_broken
 from dflash_jax.ops.reference.logprob import Logprobs, packed_logprobs, token_logprobs
-from dflash_jax.ops.reference.sample import FILTER, GREEDY, SAMPLE, SamplingRows, processed_logits, sample_tokens
+from dflash_jax.ops.reference.sample import (
+    FILTER,
+    GREEDY,
+    GREEDY_BELOW,
+    SAMPLE,
+    SamplingRows,
+    processed_logits,
+    sample_tokens,
+)
 from dflash_jax.ops.reference.write import cache_write, kv_inject, norm_rope, write_rows
 
 __all__ = [
-    "FILTER", "GREEDY", "SAMPLE", "EditRows", "Logprobs", "SamplingRows", "accept_bonus", "cache_write",
+    "FILTER", "GREEDY", "GREEDY_BELOW", "SAMPLE", "EditRows", "Logprobs", "SamplingRows", "accept_bonus", "cache_write",
     "edited_logits", "greedy_tokens", "head_logits", "is_broken", "kv_inject", "masked_logits", "norm_rope",
     "packed_logprobs", "paged_attention", "prepare_block", "processed_logits", "sample_tokens", "token_locations",
     "token_logprobs", "write_rows",
