@@ -126,8 +126,8 @@ MISTAKES: list[tuple[list[Any], str]] = [
     ([*BOTH, *IDS, "--block-size", "13"], "block_size 13 is outside 2 … 12"),
     ([*TARGET, *IDS, "--draft", "none", "--block-size", "4"], "block_size 4 needs a draft, and draft is 'none'"),
     # execution
-    ([*TARGET, *IDS, "--kernels", "triton"], "kernels 'triton' are not in this version yet (available: auto, xla)"),
-    ([*TARGET, *IDS, "--kernels", "pallas"], "kernels 'pallas' are not in this version yet (available: auto, xla)"),
+    ([*TARGET, *IDS, "--kernels", "triton"], "kernels 'triton' cannot be used: they run on gpu, and the platform is"),
+    ([*TARGET, *IDS, "--kernels", "pallas"], "kernels 'pallas' cannot be used: there are none in this version yet"),
     ([*TARGET, *IDS, "--kv-cache-bytes", "1000"], "kv_cache_bytes 1000 holds 0 pages of 16 tokens ("),
     ([*TARGET, *IDS, "--max-model-len", "1"], "max_model_len must be an integer of at least 2, not 1"),
     ([*TARGET, *IDS, "--max-running-requests", "0"], "max_running_requests must be an integer of at least 1, not 0"),

@@ -16,8 +16,8 @@ import pytest
 from dflash_jax import SamplingParams
 from dflash_jax.drafters import Weights
 from dflash_jax.engine.packing import needs_of
-from dflash_jax.ops import FILTER, Kernels
-from dflash_jax.ops.dispatch import TABLE
+from dflash_jax.ops import FILTER
+from dflash_jax.ops.dispatch import REFERENCE
 from dflash_jax.state import Needs
 from dflash_jax.steps import StepConfig, Steps
 
@@ -133,21 +133,19 @@ def test_an_expectation_that_is_off_by_two_per_cent_is_noticed() -> None:
 @pytest.mark.parametrize("drafter", ["none", "ngram"])
 def test_a_sampler_that_is_off_by_two_per_cent_is_noticed(drafter: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """Token 0 comes two times in a hundred more often than it should, at every place."""
-    for row in TABLE.values():
-        monkeypatch.setitem(row, "biased", row["xla"])
-    monkeypatch.setitem(TABLE["sample_tokens"], "biased", biased)
+    monkeypatch.setitem(REFERENCE, "sample_tokens", functools.partial(biased, REFERENCE["sample_tokens"]))
     made, draft_params = make_drafter(drafter, 4)
-    steps = Steps(StepConfig(target_config(4), made, PAGE, Kernels("biased")))
+    steps = Steps(StepConfig(target_config(4), made, PAGE))
     drawn = run(steps, Weights(target_params(4), draft_params), params_of("plain"), needs_of(params_of("plain")))
     found = p_values(drawn.texts, enumerated(4, params_of("plain")))
     assert max(found) < LEAST_P, found
 
 
-def biased(logits: jax.Array, *rest: Any) -> jax.Array:
+def biased(sample_tokens: Any, logits: jax.Array, *rest: Any) -> jax.Array:
     """The sampler at temperature 1 with its first token's probability 0.02 too high."""
     chance = jax.nn.softmax(logits, axis=-1)[..., 0]
     raised = jax.scipy.special.logit(chance + 0.02) - jax.scipy.special.logit(chance)
-    return TABLE["sample_tokens"]["xla"](logits.at[..., 0].add(jnp.where(chance < 0.97, raised, 0)), *rest)
+    return sample_tokens(logits.at[..., 0].add(jnp.where(chance < 0.97, raised, 0)), *rest)
 
 
 def test_what_cannot_come_must_not_have_come() -> None:

@@ -172,3 +172,27 @@ def test_a_nan_is_noticed_whatever_is_filtered(options: dict[str, Any]):
     logits = jnp.asarray(logits)
     drawn = sample_tokens(logits, rows(2, **options), jnp.zeros((2, 1), jnp.int32))
     np.testing.assert_array_equal(is_broken(logits, drawn), [[False], [True]])
+
+
+@pytest.mark.parametrize("vocab", [97, GROUP * GROUPS + 500])
+@pytest.mark.parametrize("top_p", [0.0, 1e-45, 1e-38, 1e-30])  # the first underflows, the next two do once multiplied
+def test_a_tiny_top_p_leaves_the_likeliest_token(vocab: int, top_p: float):
+    logits = jnp.asarray(np.random.default_rng(3).normal(size=(2, 3, vocab)), jnp.float32)
+    asked, at = rows(2, 1.0, 0.0, 0, top_p), jnp.zeros((2, 3), jnp.int32)
+    best = jnp.argmax(logits, axis=-1)
+    np.testing.assert_array_equal(jax.jit(sample_tokens)(logits, asked, at), best)
+    np.testing.assert_array_equal(np.isfinite(processed_logits(logits, asked)).sum(axis=-1), 1)
+    tokens = jnp.arange(vocab, dtype=jnp.int32)[None, None]
+    np.testing.assert_array_equal(jax.jit(_first_kept)(logits, asked, at, tokens), best)
+
+
+@pytest.mark.parametrize("top_k", [0, 3])
+@pytest.mark.parametrize("fill", [-np.inf, np.inf])
+def test_rows_without_a_finite_logit_end(fill: float, top_k: int):
+    """Those behind a draft after which a grammar allows nothing, or of a model whose logits overflow."""
+    vocab = GROUP * GROUPS + 500
+    logits = np.random.default_rng(5).normal(size=(1, 3, vocab)).astype(np.float32)
+    logits[0, 1] = fill
+    logits[0, 2, 7] = np.inf
+    drawn = jax.jit(sample_tokens)(logits, rows(1, 1.0, 0.0, top_k, 0.9), jnp.zeros((1, 3), jnp.int32))
+    assert 0 <= int(drawn[0, 1]) < vocab and int(drawn[0, 2]) == 7

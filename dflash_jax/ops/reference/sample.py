@@ -148,7 +148,7 @@ def _search(candidates: Array, z: Array, rows: SamplingRows, floor: Array | None
         largest = kth()
     least = jnp.where(top_k > 0, jnp.maximum(least, _unordered(largest)), least)
     mass = _mass(candidates, least, highest)
-    enough = (top_p * _total(mass, z, least, highest, floor, rows))[..., None]
+    enough = _enough(top_p, _total(mass, z, least, highest, floor, rows))[..., None]
     mass = mass[..., None, :]
     nucleus = _largest(lambda t: jnp.where(key >= t[..., None], mass, 0).sum(axis=-1) >= enough, shape)
     return _Found(least, jnp.where(top_p < 1, jnp.maximum(least, _unordered(nucleus)), least))
@@ -156,6 +156,11 @@ def _search(candidates: Array, z: Array, rows: SamplingRows, floor: Array | None
 
 def _mass(z: Array, least: Array, highest: Array) -> Array:
     return jnp.where(z < least[..., None], 0, jnp.exp(z - highest[..., None]))
+
+
+def _enough(top_p: Array, total: Array) -> Array:
+    """The mass that top-p asks for: never none, however small p is."""
+    return jnp.maximum(top_p * total, jnp.finfo(jnp.float32).tiny)
 
 
 def _total(mass: Array, z: Array, least: Array, highest: Array, floor: Array | None, rows: SamplingRows) -> Array:
@@ -241,14 +246,15 @@ def _first_kept(z: Array, rows: SamplingRows, positions: Array, tokens: Array) -
     both = (top_k > 0) & (top_p < 1)  # top-p is then of what top-k keeps
     least = jax.lax.cond(both.any(), lambda: jnp.where(both, _search(z, z, rows).after_k, least), lambda: least)
     mass = _mass(z, least, highest)
-    enough = top_p * mass.sum(axis=-1)
+    enough = _enough(top_p, mass.sum(axis=-1))
 
     def is_kept(at: Array) -> tuple[Array, Array]:
         value = jnp.take_along_axis(z, at[..., None], axis=-1)[..., 0]
         above = z > value[..., None]
         fewer = (top_k == 0) | (above.sum(axis=-1, dtype=jnp.int32) < top_k)
         lighter = (top_p >= 1) | (jnp.where(above, mass, 0).sum(axis=-1) < enough)
-        return value, greedy | jnp.isnan(value) | (fewer & lighter)
+        always = greedy | jnp.isnan(value) | (value == highest)  # where logits are infinite, masses are not numbers
+        return value, always | (fewer & lighter)
 
     def look(noisy: Array) -> tuple[Array, Array, Array]:
         at = _first_largest(noisy)

@@ -1,0 +1,147 @@
+"""Attention of rows over committed pages and their own block: flash attention through a page table.
+
+One program takes a tile of a request's rows (all query heads of one key/value head together) and a share of its
+committed tokens.  With several shares a request, `combine` merges them; that is what fills the chip when few requests
+run.  Cost follows what is committed.
+"""
+
+from __future__ import annotations
+
+import triton
+import triton.language as tl
+
+NOTHING = tl.constexpr(-3.0e38)  # a best score before any: finite, so that no difference of infinities arises
+
+
+@triton.jit
+def _fold(q, keys, values, seen, best, total, mixed, scale, IEEE: tl.constexpr):
+    """Keys [D, T] and values [T, D] folded into a running softmax; seen bool [M, T]."""
+    if IEEE:
+        scores = tl.dot(q, keys, input_precision="ieee")
+    else:
+        scores = tl.dot(q, keys)
+    scores = tl.where(seen, scores * scale, -float("inf"))
+    top = tl.maximum(best, tl.max(scores, axis=1))
+    weights = tl.exp(scores - top[:, None])
+    carry = tl.exp(best - top)
+    if IEEE:
+        added = tl.dot(weights, values, input_precision="ieee")
+    else:
+        added = tl.dot(weights.to(values.dtype), values)
+    return top, total * carry + tl.sum(weights, axis=1), mixed * carry[:, None] + added
+
+
+@triton.jit
+def attend(
+    q_ref, kv_ref, pool_ref, table_ref, lengths_ref, out_ref, part_ref, stats_ref,
+    scale: tl.constexpr, B: tl.constexpr, W: tl.constexpr,
+    G: tl.constexpr, R: tl.constexpr, C: tl.constexpr, D: tl.constexpr, BD: tl.constexpr,
+    M: tl.constexpr, T: tl.constexpr, BT: tl.constexpr, SHARES: tl.constexpr,
+    CAUSAL: tl.constexpr, WINDOW: tl.constexpr, IEEE: tl.constexpr,
+):  # fmt: skip
+    """Grid (requests · G, row tiles, SHARES).
+
+    q [S, B, G·R, D]; kv [S, B, 2, G, D]; pool [P, 2, G, C, D]; table [S, W]; lengths [S].  Row m of a request is block
+    row m // R, query head m % R.  With one share it writes out [S, B, G·R, D]; else part [S·G, tiles, SHARES, M, D]
+    float32 and stats [S·G, tiles, SHARES, 2, M] = best score, weight sum.  WINDOW 0: none.
+    """
+    sg, tile, share = tl.program_id(0), tl.program_id(1), tl.program_id(2)
+    s, g = sg // G, sg % G
+    m = tile * M + tl.arange(0, M)
+    row = m // R
+    d = tl.arange(0, BD)
+    rows = row < B
+    inside = d < D
+    at_q = ((s * B + row) * (G * R) + g * R + m % R) * D
+    q = tl.load(q_ref + at_q[:, None] + d[None, :], mask=rows[:, None] & inside[None, :], other=0.0)
+    length = tl.load(lengths_ref + s)
+    best = tl.full([M], NOTHING, tl.float32)
+    total = tl.zeros([M], tl.float32)
+    mixed = tl.zeros([M, BD], tl.float32)
+
+    first = 0
+    if WINDOW > 0:
+        first = tl.maximum(length + (tile * M) // R - WINDOW + 1, 0) // T * T
+    each = tl.cdiv(tl.cdiv(tl.maximum(length - first, 0), T), SHARES) * T
+    start = first + share * each
+    for t in range(start, tl.minimum(start + each, length), T):
+        at = t + tl.arange(0, T)
+        there = at < length
+        page = tl.load(table_ref + s * W + at // C, mask=there, other=0)
+        base = page.to(tl.int64) * (2 * G * C * D) + g * (C * D) + (at % C) * D
+        keys = tl.load(pool_ref + base[None, :] + d[:, None], mask=there[None, :] & inside[:, None], other=0.0)
+        values = tl.load(
+            pool_ref + (base + G * C * D)[:, None] + d[None, :], mask=there[:, None] & inside[None, :], other=0.0
+        )
+        seen = tl.broadcast_to(there[None, :], (M, T))
+        if WINDOW > 0:
+            seen = seen & (length + row[:, None] - at[None, :] < WINDOW)
+        best, total, mixed = _fold(q, keys, values, seen, best, total, mixed, scale, IEEE)
+
+    if share == 0:  # the block itself
+        end = B
+        if CAUSAL:
+            end = tl.minimum((tile * M + M - 1) // R + 1, B)
+        begin = 0
+        if WINDOW > 0:
+            begin = tl.maximum((tile * M) // R - WINDOW + 1, 0) // BT * BT
+        for t in range(begin, end, BT):
+            j = t + tl.arange(0, BT)
+            there = j < B
+            base = ((s * B + j) * (2 * G) + g) * D
+            keys = tl.load(kv_ref + base[None, :] + d[:, None], mask=there[None, :] & inside[:, None], other=0.0)
+            values = tl.load(
+                kv_ref + (base + G * D)[:, None] + d[None, :], mask=there[:, None] & inside[None, :], other=0.0
+            )
+            values = tl.where(values == values, values, 0.0)  # a NaN that a row must not see is no 0 · NaN
+            seen = tl.broadcast_to(there[None, :], (M, BT))
+            if CAUSAL:
+                seen = seen & (j[None, :] <= row[:, None])
+            if WINDOW > 0:
+                seen = seen & (row[:, None] - j[None, :] < WINDOW) & (j[None, :] - row[:, None] < WINDOW)
+            best, total, mixed = _fold(q, keys, values, seen, best, total, mixed, scale, IEEE)
+
+    if SHARES == 1:
+        out = mixed / total[:, None]
+        tl.store(
+            out_ref + at_q[:, None] + d[None, :], out.to(out_ref.dtype.element_ty), mask=rows[:, None] & inside[None, :]
+        )
+    else:
+        part = (sg * tl.num_programs(1) + tile) * SHARES + share
+        lane = tl.arange(0, M)
+        tl.store(part_ref + (part * M + lane)[:, None] * D + d[None, :], mixed, mask=inside[None, :])
+        tl.store(stats_ref + part * 2 * M + lane, best)
+        tl.store(stats_ref + part * 2 * M + M + lane, total)
+
+
+@triton.jit
+def combine(
+    part_ref, stats_ref, out_ref,
+    B: tl.constexpr, G: tl.constexpr, R: tl.constexpr, D: tl.constexpr, BD: tl.constexpr, M: tl.constexpr,
+    SHARES: tl.constexpr, LANES: tl.constexpr,
+):  # fmt: skip
+    """Grid (requests · G, row tiles, M / LANES): the shares of LANES rows become out [S, B, G·R, D]."""
+    sg, tile, lane_tile = tl.program_id(0), tl.program_id(1), tl.program_id(2)
+    s, g = sg // G, sg % G
+    lane = lane_tile * LANES + tl.arange(0, LANES)
+    m = tile * M + lane
+    row = m // R
+    d = tl.arange(0, BD)
+    first = (sg * tl.num_programs(1) + tile) * SHARES
+    best = tl.full([LANES], NOTHING, tl.float32)
+    total = tl.zeros([LANES], tl.float32)
+    mixed = tl.zeros([LANES, BD], tl.float32)
+    for share in range(SHARES):
+        part = first + share
+        top = tl.load(stats_ref + part * 2 * M + lane)
+        weight = tl.load(stats_ref + part * 2 * M + M + lane)
+        values = tl.load(part_ref + (part * M + lane)[:, None] * D + d[None, :], mask=(d < D)[None, :], other=0.0)
+        new = tl.maximum(best, top)
+        old_share, new_share = tl.exp(best - new), tl.exp(top - new)
+        total = total * old_share + weight * new_share
+        mixed = mixed * old_share[:, None] + values * new_share[:, None]
+        best = new
+    at = ((s * B + row) * (G * R) + g * R + m % R) * D
+    out = mixed / total[:, None]
+    ok = (row < B)[:, None] & (d < D)[None, :]
+    tl.store(out_ref + at[:, None] + d[None, :], out.to(out_ref.dtype.element_ty), mask=ok)

@@ -1,0 +1,84 @@
+"""Calling triton kernels from JAX."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import jax.numpy as jnp
+from jax import Array, ShapeDtypeStruct
+
+from .attention import attend, combine
+from .launch import launch
+from .tiles import attention_tiles, power_of_two
+from .writing import inject_write, norm_rope_write
+
+
+def paged_attention(
+    q: Array, kv: Array, pool: Array, page_table: Array, lengths: Array, *, causal: bool, window: int | None = None
+) -> Array:
+    """As the reference op: B query rows per request over `lengths` committed tokens and the block itself.
+
+    q [S, B, N, D]; kv [S, B, 2, G, D]; pool [P, 2, G, C, D]; page_table int32 [S, W]; lengths int32 [S]; [S, B, N, D].
+    """
+    s, b, n, d = q.shape
+    g, size, width = pool.shape[2], pool.shape[3], page_table.shape[1]
+    exact = q.dtype == jnp.float32
+    tiles = attention_tiles(s, b, g, n // g, width * size, exact)
+    row_tiles = -(-b * (n // g) // tiles.rows)
+    parts = (s * g, row_tiles, tiles.shares) if tiles.shares > 1 else (1, 1, 1)
+    shapes: Any = (
+        ShapeDtypeStruct(q.shape, q.dtype),
+        ShapeDtypeStruct((*parts, tiles.rows, d) if tiles.shares > 1 else (1,), jnp.float32),
+        ShapeDtypeStruct((*parts, 2, tiles.rows) if tiles.shares > 1 else (1,), jnp.float32),
+    )
+    out, part, stats = launch(
+        attend, q, kv, pool, page_table, lengths, out=shapes, grid=(s * g, row_tiles, tiles.shares),
+        num_warps=tiles.warps, num_stages=tiles.stages,
+        scale=d**-0.5, B=b, W=width, G=g, R=n // g, C=size, D=d, BD=power_of_two(d), M=tiles.rows, T=tiles.tokens,
+        BT=tiles.own_tokens, SHARES=tiles.shares, CAUSAL=causal, WINDOW=window or 0, IEEE=exact,
+    )  # fmt: skip
+    if tiles.shares == 1:
+        return out
+    lanes = min(16, tiles.rows)
+    return launch(
+        combine, part, stats, out=shapes[0], grid=(s * g, row_tiles, tiles.rows // lanes), num_warps=4,
+        B=b, G=g, R=n // g, D=d, BD=power_of_two(d), M=tiles.rows, SHARES=tiles.shares, LANES=lanes,
+    )  # fmt: skip
+
+
+def cache_write(
+    pool: Array,
+    qkv: Array,
+    q_norm: Array | None,
+    k_norm: Array | None,
+    eps: float,
+    cos: Array,
+    sin: Array,
+    locations: Array,
+) -> tuple[Array, Array, Array]:
+    """As the reference op, in place: (q [S, B, N, D], kv [S, B, 2, G, D], pool) of qkv [S, B, G, R + 2, D]."""
+    s, b, g, r2, d = qkv.shape
+    r = r2 - 2
+    out: Any = (
+        ShapeDtypeStruct((s, b, g * r, d), qkv.dtype),
+        ShapeDtypeStruct((s, b, 2, g, d), qkv.dtype),
+        ShapeDtypeStruct(pool.shape, pool.dtype),
+    )
+    norms = (qkv, qkv) if q_norm is None or k_norm is None else (q_norm, k_norm)  # a pointer must be given
+    return launch(
+        norm_rope_write, pool, qkv, *norms, cos, sin, locations, out=out, grid=(s * b, g), num_warps=1,
+        input_output_aliases={0: 2}, eps=eps, G=g, R=r, RP=power_of_two(r2, 2), C=pool.shape[3], D=d,
+        BH=power_of_two(d // 2), NORM=q_norm is not None,
+    )  # fmt: skip
+
+
+def inject(
+    pool: Array, y: Array, layer: int, k_norms: Array, eps: float, cos: Array, sin: Array, locations: Array
+) -> Array:
+    """The pool [P, 2, G, C, D] with layer `layer` of y [S, T, L, 2, G, D] written in place, keys normed and rotated."""
+    s, t, layers, _, g, d = y.shape
+    return launch(
+        inject_write, pool, y, k_norms, cos, sin, locations, out=ShapeDtypeStruct(pool.shape, pool.dtype),
+        grid=(s * t, g), num_warps=1, input_output_aliases={0: 0}, eps=eps, layer=layer, L=layers, G=g,
+        C=pool.shape[3], D=d, BH=power_of_two(d // 2),
+    )  # fmt: skip
