@@ -96,12 +96,13 @@ class PagePool:
         self._marked[page] = 1
 
     def unmark(self, page: int) -> None:
-        """The prefix cache gives up a page that nobody holds: it becomes free."""
-        if not self._marked[page] or self._holders[page]:
+        """The prefix cache gives up a page, which becomes free now or when its last holder leaves."""
+        if not self._marked[page]:
             raise RuntimeError(f"page {page} cannot leave the cache: {self._describe(page)}")
         self._marked[page] = 0
-        self._cached -= 1
-        self._free.append(page)
+        if not self._holders[page]:
+            self._cached -= 1
+            self._free.append(page)
 
     def integrity(self) -> None:
         """Recount everything; RuntimeError names what does not add up."""

@@ -79,7 +79,7 @@ class PrefixCache:
     def drop(self, chain: Sequence[Node]) -> None:
         """One holder less for every page of the chain, the deepest first."""
         for node in reversed(chain):
-            if self.pool.release(node.page):
+            if self.pool.release(node.page) and self._is_known(node):
                 self._idle[node] = None
 
     def insert(
@@ -98,6 +98,8 @@ class PrefixCache:
         cached one, and the request's copy private. Holding both would take more pages than the request was promised,
         so the chain ends there, unless the request is `leaving` and lets go of everything anyway.
         """
+        if chain and not self._is_known(chain[-1]):
+            return  # it was forgotten, so nothing after it could be found
         for index in range(len(chain), committed // self.page_size if self.enabled else 0):
             key = self._key(tokens, index, chain, salt)
             node = self._nodes.get(key)
@@ -111,9 +113,11 @@ class PrefixCache:
             chain.append(node)
 
     def clear(self) -> None:
-        """Evict everything that nobody holds."""
-        while self._idle:
-            self._evict_oldest()
+        """Forget everything: what somebody holds stays theirs, but is found no more and free when they leave."""
+        for node in self._nodes.values():
+            self.pool.unmark(node.page)
+        self._nodes.clear()
+        self._idle.clear()
 
     def integrity(self) -> None:
         """RuntimeError unless nodes, marks and parents agree."""
@@ -125,6 +129,9 @@ class PrefixCache:
                 f"prefix cache: pages without parent {orphans[:8]}, unknown to the pool {unmarked[:8]}, "
                 f"{len(self._idle)} idle nodes for {self.pool.num_cached} cached pages"
             )
+
+    def _is_known(self, node: Node) -> bool:
+        return self._nodes.get(node.key) is node
 
     def _key(self, tokens: Sequence[int], index: int, chain: Sequence[Node], salt: Hashable):
         parent = chain[index - 1].identity if index else ("root", salt)

@@ -196,11 +196,14 @@ class Scheduler:
     def landed(self, row: Row, *, broken: bool = False) -> bool:
         """A launch with this row was read. False: the request has left the seat and the result must be dropped.
 
-        broken: the device reported an error, so the KV of the seat is not to be trusted.
+        broken: the device reported an error. Nobody knows since when the KV of the seat is bad, nor in which of the
+        pages that it shares, so the whole cache is forgotten at once, before anybody else finds them.
         """
         seat = row.seat
         seat.in_flight -= 1
-        seat.broken |= broken
+        if broken:
+            seat.broken = True
+            self.cache.clear()
         if seat.closed and not seat.in_flight:
             self._release(row.request, seat)
         return not seat.closed
@@ -336,16 +339,15 @@ class Scheduler:
             self._release(request, seat)
 
     def _release(self, request: Request, seat: Seat) -> None:
-        """Committed full pages stay in the cache, the rest is free."""
-        committed = seat.done if seat.done < len(seat.tokens) else request.num_tokens - 1
-        self.cache.insert(request.tokens(), seat.pages, seat.chain, committed, request.cache_salt, leaving=True)
+        """Committed full pages stay in the cache, unless they are not to be trusted; the rest is free."""
+        if not seat.broken:
+            committed = seat.done if seat.done < len(seat.tokens) else request.num_tokens - 1
+            self.cache.insert(request.tokens(), seat.pages, seat.chain, committed, request.cache_salt, leaving=True)
         for index, page in enumerate(seat.pages):
             if index >= len(seat.chain) or seat.chain[index].page != page:
                 self.pool.release(page)
         self.cache.drop(seat.chain)
         self.seats.remove(seat)
-        if seat.broken:  # nobody knows since when, and others must not find these pages
-            self.cache.clear()
 
 
 def _order(request: Request) -> tuple[int, int]:

@@ -325,6 +325,26 @@ def test_a_broken_request_ends_alone_and_its_pages_are_not_found(overlap, breaks
     assert_nothing_leaks(loop)
 
 
+@both
+def test_pages_of_a_broken_request_that_another_still_holds_are_not_found(overlap):
+    """Both share the prompt's pages; whoever comes after the break, even while they are still in use, reads it anew."""
+    loop = make_loop(FakeRunner(num_slots=3), overlap=overlap)
+    good, later = make_request("a", Script(range(40), [2]), 24), make_request("c", Script(range(40), [2]), 4)
+    bad = make_request("b", Script(range(40), [2], breaks_at=44), 20)
+    loop.add(good)
+    while len(good.output_ids) < 2:
+        loop.step()
+    loop.add(bad)
+    while not bad.finished:
+        loop.step()
+    assert bad.finish_reason == "error" and bad.cached_tokens == 36 and not good.finished
+    loop.add(later)
+    run(loop)
+    assert later.cached_tokens == 0 and outcome(later) == expected(Script(range(40), [2]), 4, block_size=4)
+    assert outcome(good) == expected(Script(range(40), [2]), 24, block_size=4)
+    assert_nothing_leaks(loop)
+
+
 def test_a_launch_that_breaks_after_its_request_was_stopped_leaves_no_pages():
     loop = make_loop(FakeRunner())
     request = make_request("a", Script(range(20), [0], breaks_at=24), 20)

@@ -134,6 +134,26 @@ def test_held_pages_are_not_evicted():
     assert len(cache.allocate(4)) == 4 and len(cache) == 0
 
 
+def test_what_is_forgotten_is_found_no_more_and_free_when_its_holders_leave():
+    cache = make()
+    shared, others = list(range(10)), [9] * 9
+    first, second, third = serve(cache, shared), serve(cache, shared), serve(cache, others)
+    leave(cache, *third)
+    assert cache.pool.num_cached == 2
+    cache.clear()
+    check(cache)
+    assert cache.lookup(shared) == cache.lookup(others) == [] and len(cache) == cache.pool.num_cached == 0
+    cache.insert(list(range(12)), *first, committed=12)  # it goes on, but nothing after a forgotten page can be found
+    assert len(cache) == 0 and len(first[1]) == 2
+    fresh = serve(cache, shared)
+    assert not {*fresh[0]} & {*first[0], *second[0]} and [node.page for node in cache.lookup(shared)] == fresh[0][:2]
+    for pages, chain in (first, second):
+        leave(cache, pages, chain)
+    assert cache.pool.num_held == 3 and cache.pool.num_cached == 0
+    leave(cache, *fresh)
+    assert cache.pool.num_cached == 2
+
+
 def test_off_switch():
     cache = make(enabled=False)
     pages, chain = serve(cache, list(range(9)))
