@@ -2,66 +2,17 @@
 
 from __future__ import annotations
 
-import functools
 import random
 
-import jax
-import jax.numpy as jnp
-import numpy as np
 import pytest
 
-from dflash_jax import LLM, SamplingParams
-from dflash_jax.engine.packing import sampling_rows
-from dflash_jax.models import FAMILIES, Rows, head_weight
-from dflash_jax.ops import XLA
-from dflash_jax.ops.reference.sample import gumbel
+from dflash_jax import SamplingParams
 
+from .oracle import Oracle
 from .pairs import FOLDER, open_llm
 
 NAME = "qwen3-v2"
 NEW_TOKENS = 24
-LONGEST = 48  # tokens of the oracle's forward pass
-
-
-class Oracle:
-    """No cache, no batch, no draft: the whole text through the target for each token, filters by sorting."""
-
-    def __init__(self, llm: LLM):
-        self.config, self.params = llm.engine.loaded.config, llm.engine.loaded.weights.target
-        self._logits = jax.jit(functools.partial(self._forward, self.params))
-
-    def _forward(self, params: object, ids: jax.Array) -> jax.Array:
-        """float32 logits [T, V] after each of T tokens."""
-        at = jnp.arange(ids.shape[0], dtype=jnp.int32)[None]
-        empty = jnp.zeros((1, 1), jnp.int32)
-        rows = Rows(ids[None], at, jnp.zeros_like(at), empty, jnp.zeros(1, jnp.int32))
-        shape = (1, 2, self.config.num_kv_heads, ids.shape[0], self.config.head_dim)
-        pool = (jnp.zeros(shape, jnp.float32),) * self.config.num_layers
-        hidden = FAMILIES[self.config.family].forward(params, self.config, rows, pool)
-        return XLA.head_logits(hidden.last, head_weight(params))[0]
-
-    def draw(self, prompt: list[int], asked: SamplingParams) -> list[int]:
-        ids = list(prompt)
-        for _ in range(asked.max_new_tokens):
-            padded = jnp.asarray([*ids, *[0] * (LONGEST - len(ids))], jnp.int32)
-            logits = np.asarray(self._logits(padded)[len(ids) - 1])
-            ids.append(self._choose(logits, asked, len(ids)))
-        return ids[len(prompt) :]
-
-    def _choose(self, logits: np.ndarray, asked: SamplingParams, position: int) -> int:
-        if asked.temperature == 0:
-            return int(logits.argmax())
-        z = logits / np.float32(asked.temperature)
-        p = np.exp(z.astype(np.float64) - z.max())
-        p[p < asked.min_p * (1 - 1e-9)] = 0
-        if asked.top_k > 0:
-            p[p < np.sort(p)[::-1][min(asked.top_k, p.size) - 1]] = 0
-        order = np.argsort(-p, kind="stable")
-        above = (np.cumsum(p[order]) - p[order]) / p.sum()
-        p[order[above >= asked.top_p]] = 0
-        seed = jnp.asarray(sampling_rows([asked]).seed)
-        noise = gumbel(seed, jnp.full((1, 1), position, jnp.int32), jnp.arange(z.size, dtype=jnp.int32)[None, None])
-        return int(np.where(p > 0, z + np.asarray(noise)[0, 0], -np.inf).argmax())
 
 
 def combination(rng: random.Random) -> SamplingParams:
@@ -86,7 +37,7 @@ def asked() -> list[tuple[list[int], SamplingParams]]:
 @pytest.fixture(scope="module")
 def drawn(asked: list[tuple[list[int], SamplingParams]]) -> list[list[int]]:
     oracle = Oracle(open_llm(FOLDER / NAME / "target", "none", max_running_requests=2, chunked_prefill_size=16))
-    return [oracle.draw(prompt, params) for prompt, params in asked]
+    return [oracle.answer(prompt, params).token_ids for prompt, params in asked]
 
 
 @pytest.mark.slow
