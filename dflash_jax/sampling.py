@@ -7,6 +7,8 @@ from collections.abc import Iterable, Mapping, Sequence
 from numbers import Integral, Real
 from typing import Any
 
+import numpy as np
+
 from dflash_jax.errors import UserError
 from dflash_jax.ops import GREEDY_BELOW
 from dflash_jax.state import MAX_STOP_IDS
@@ -84,8 +86,11 @@ class SamplingParams:
     def __post_init__(self) -> None:
         self._check_integers()
         self._check_numbers()
-        for name in ("stop", "stop_token_ids", "bad_token_ids"):
-            object.__setattr__(self, name, _as_tuple(getattr(self, name)))
+        for name in ("stop", "stop_token_ids", "bad_token_ids", "allowed_token_ids"):
+            value = getattr(self, name)
+            if value is not None or name != "allowed_token_ids":  # of which none given are not none allowed
+                object.__setattr__(self, name, _as_tuple(value))
+        self._check_switches()
         self._check_lists()
         self._make_plain()
         if self.structured_outputs is not None:
@@ -151,9 +156,14 @@ class SamplingParams:
         if self.n > 1 and self.greedy:
             raise UserError(f"n is {self.n}, and greedy decoding gives one output: set a temperature, or n to 1")
 
+    def _check_switches(self) -> None:
+        for name in ("ignore_eos", "include_stop_str_in_output"):
+            value = getattr(self, name)
+            if not isinstance(value, (bool, np.bool_)):
+                raise UserError(f"{name} must be true or false, not {value!r}")
+            object.__setattr__(self, name, bool(value))
+
     def _check_lists(self) -> None:
-        if not isinstance(self.include_stop_str_in_output, bool):
-            raise UserError(f"include_stop_str_in_output must be true or false, not {self.include_stop_str_in_output}")
         if self.logit_bias is not None:
             self._check_bias(self.logit_bias)
         if not all(isinstance(text, str) and text for text in self.stop):
@@ -163,7 +173,7 @@ class SamplingParams:
             if bad:
                 raise UserError(f"{name} holds {bad[0]!r}, which is not a token id")
         if self.allowed_token_ids is not None:
-            self._check_allowed(_as_tuple(self.allowed_token_ids))
+            self._check_allowed(self.allowed_token_ids)
         if len(self.stop_token_ids) > MAX_STOP_IDS // 2:
             raise UserError(f"{len(self.stop_token_ids)} stop_token_ids are more than the {MAX_STOP_IDS // 2} allowed")
 
@@ -176,7 +186,6 @@ class SamplingParams:
                 raise UserError(f"logit_bias of token {token!r} must be a number from -100 to 100, not {value!r}")
 
     def _check_allowed(self, allowed: Sequence[int]) -> None:
-        object.__setattr__(self, "allowed_token_ids", allowed)
         left = set(allowed) - set(self.bad_token_ids)
         if not left:
             raise UserError("allowed_token_ids and bad_token_ids together leave no token that may come")
@@ -186,6 +195,8 @@ def _as_tuple(value: Any) -> tuple[Any, ...]:
     """A list as a tuple; one thing as a tuple of one; None as none."""
     if value is None:
         return ()
+    if isinstance(value, np.ndarray):
+        value = value.tolist()
     return tuple(value) if isinstance(value, Iterable) and not isinstance(value, str) else (value,)
 
 

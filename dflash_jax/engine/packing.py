@@ -20,6 +20,8 @@ from dflash_jax.steps import Admission, PrefillBatch
 SMALLEST_PREFILL = 16
 MODES = (GREEDY, SAMPLE, FILTER)  # each serves what the ones before it do
 LOGPROBS = (0, 5, MAX_LOGPROBS)  # alternatives that steps are compiled for
+INT32_MAX = 2**31 - 1  # more than any vocabulary or context
+FLOAT32_SAFE = 1e30  # what is beyond this, or below its inverse, acts no otherwise, but would overflow in a product
 
 
 def bucket(n: int, largest: int, smallest: int = 1) -> int:
@@ -89,9 +91,9 @@ def sampling_rows(params: Sequence[object]) -> SamplingRows:
     asked = [one if isinstance(one, SamplingParams) else SamplingParams() for one in params]
     seeds = [(one.seed or 0) % 2**64 for one in asked]
     return SamplingRows(
-        temperature=float32([0 if one.greedy else one.temperature for one in asked]),
+        temperature=float32([0 if one.greedy else min(one.temperature, FLOAT32_SAFE) for one in asked]),
         min_p=float32([one.min_p for one in asked]),
-        top_k=int32([max(one.top_k, 0) for one in asked]),
+        top_k=int32([min(max(one.top_k, 0), INT32_MAX) for one in asked]),
         top_p=float32([one.top_p for one in asked]),
         seed=array([[seed & 0xFFFFFFFF, seed >> 32] for seed in seeds], np.uint32),
     )
@@ -130,10 +132,10 @@ def edit_row(arrival: Arrival, vocab_size: int) -> EditRows:
         bias=_bias(params, vocab_size)[None],
         emitted=_counts(arrival.output_ids, vocab_size)[None],
         in_prompt=_counts(arrival.prompt_ids, vocab_size)[None] > 0,
-        repetition=float32([params.repetition_penalty]),
+        repetition=float32([max(params.repetition_penalty, 1 / FLOAT32_SAFE)]),
         presence=float32([params.presence_penalty]),
         frequency=float32([params.frequency_penalty]),
-        stops_from=int32([len(arrival.prompt_ids) + params.min_tokens]),
+        stops_from=int32([min(len(arrival.prompt_ids) + params.min_tokens, INT32_MAX)]),
     )
 
 
