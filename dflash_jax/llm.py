@@ -6,7 +6,7 @@ import dataclasses
 import logging
 import threading
 from collections import deque
-from collections.abc import Generator, Iterator, Mapping, Sequence
+from collections.abc import Generator, Iterable, Iterator, Mapping, Sequence
 from typing import Any
 
 import jax
@@ -21,7 +21,7 @@ from dflash_jax.engine.request import Request
 from dflash_jax.engine.settings import EngineSettings
 from dflash_jax.errors import GrammarError, UserError
 from dflash_jax.logprobs import Logprob, by_position
-from dflash_jax.sampling import SamplingParams, is_integer
+from dflash_jax.sampling import SamplingParams, is_integer, known_params
 from dflash_jax.structured import StructuredOutputs
 from dflash_jax.text import Tokenizer, encode_chat, load_tokenizer
 from dflash_jax.text.grammar import GrammarCompiler
@@ -293,7 +293,8 @@ class LLM:
         """The text of one prompt, piece by piece as it is accepted.  Leaving early aborts the request."""
         if self.tokenizer is None:
             raise UserError(f"target {self.target} has no tokenizer, so there is no text to stream")
-        if params is not None and params.n > 1:
+        params = known_params(params)
+        if params.n > 1:
             raise UserError(f"a stream is the text of one sample, and n is {params.n}")
         jobs = self.make_jobs([prompt], params)
         return self._stream(jobs[0])
@@ -439,9 +440,9 @@ def prompt_list(prompts: Any) -> list[Any]:
 
 def params_list(params: SamplingParams | Sequence[SamplingParams] | None, count: int) -> list[SamplingParams]:
     """Sampling parameters for each of `count` prompts."""
-    if params is None or isinstance(params, SamplingParams):
-        return [params or SamplingParams()] * count
-    each = list(params)
+    if params is None or isinstance(params, (SamplingParams, str, Mapping)) or not isinstance(params, Iterable):
+        return [known_params(params)] * count  # pyright: ignore[reportArgumentType]
+    each = [known_params(one) for one in params]
     if len(each) != count:
         raise UserError(f"{len(each)} sampling parameters for {count} prompts")
     return each

@@ -191,6 +191,13 @@ class SamplingParams:
             raise UserError("allowed_token_ids and bad_token_ids together leave no token that may come")
 
 
+def known_params(params: SamplingParams | None) -> SamplingParams:
+    """The parameters, or the defaults for None; UserError for anything else."""
+    if params is not None and not isinstance(params, SamplingParams):
+        raise UserError(f"sampling parameters must be SamplingParams(…), not {params!r:.60}")
+    return SamplingParams() if params is None else params
+
+
 def _as_tuple(value: Any) -> tuple[Any, ...]:
     """A list as a tuple; one thing as a tuple of one; None as none."""
     if value is None:

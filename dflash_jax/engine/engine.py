@@ -8,7 +8,7 @@ import secrets
 import threading
 import time
 from collections import deque
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from typing import Any
@@ -27,7 +27,7 @@ from dflash_jax.engine.scheduler import SchedulerConfig
 from dflash_jax.engine.settings import EngineSettings
 from dflash_jax.engine.turn import Turn
 from dflash_jax.errors import UserError
-from dflash_jax.sampling import TOKEN_LISTS, SamplingParams
+from dflash_jax.sampling import TOKEN_LISTS, SamplingParams, is_integer, known_params
 from dflash_jax.state import MAX_STOP_IDS, Needs
 
 log = logging.getLogger("dflash_jax")
@@ -138,7 +138,8 @@ class Engine:
         True (see `loop.OnTokens`).  on_update gets each of the request's updates; it must be quick and must not raise.
         The thread that steps calls both.
         """
-        params = params or SamplingParams()
+        params = known_params(params)
+        _check_types(request_id, priority)
         if params.structured_outputs is not None and grammar is None:
             raise UserError("structured_outputs need the tokenizer that LLM has: use LLM, or pass a grammar")
         request = self._make_request(prompt_ids, params, request_id, priority, eos_token_ids)
@@ -185,15 +186,15 @@ class Engine:
         eos_token_ids: Sequence[int] | None,
     ) -> Request:
         config = self.loaded.config
-        check_ids("prompt", prompt_ids, config.vocab_size)
+        prompt_ids = check_ids("prompt", prompt_ids, config.vocab_size)
         for name in TOKEN_LISTS:
             check_ids(name, tuple(getattr(params, name) or ()), config.vocab_size)
         request = Request(
             request_id=request_id if request_id is not None else self._new_name(),
-            prompt_ids=list(prompt_ids),
+            prompt_ids=prompt_ids,
             max_new_tokens=params.max_new_tokens,
             stop_token_ids=tuple(params.stop_token_ids),
-            eos_token_ids=config.eos_token_ids if eos_token_ids is None else tuple(eos_token_ids),
+            eos_token_ids=config.eos_token_ids if eos_token_ids is None else _known_ends(eos_token_ids),
             ignore_eos=params.ignore_eos,
             priority=priority,
             sampling=params if params.greedy or params.seed is not None else replace(params, seed=random_seed()),
@@ -375,11 +376,28 @@ def random_seed() -> int:
     return secrets.randbits(63)
 
 
-def check_ids(name: str, ids: Sequence[int], vocab_size: int) -> None:
-    """UserError unless all `ids` are integers within the vocabulary."""
-    bad = [i for i in ids if isinstance(i, bool) or not isinstance(i, int) or not 0 <= i < vocab_size]
+def check_ids(name: str, ids: Iterable[int], vocab_size: int) -> list[int]:
+    """The ids as Python's integers; UserError unless they are integers within the vocabulary."""
+    if not isinstance(ids, Iterable):
+        raise UserError(f"{name} must be a list of token ids, not {ids!r:.60}")
+    listed = list(ids)
+    bad = [i for i in listed if not is_integer(i) or not 0 <= i < vocab_size]
     if bad:
         raise UserError(f"{name} holds {bad[0]!r}, which is not a token id from 0 to {vocab_size - 1}")
+    return [int(i) for i in listed]
+
+
+def _known_ends(ids: Iterable[int]) -> tuple[int, ...]:
+    """Ids that end a text: the device has room for 32 bits, and a tokenizer may have more ids than its model."""
+    return tuple(check_ids("eos_token_ids", ids, 2**31))
+
+
+def _check_types(request_id: object, priority: object) -> None:
+    """What is compared with that of others while it waits."""
+    if request_id is not None and not isinstance(request_id, str):
+        raise UserError(f"request_id must be a text, not {request_id!r:.60}")
+    if not is_integer(priority):
+        raise UserError(f"priority must be an integer, not {priority!r:.60}")
 
 
 def _at_most(count: int | None, vocab_size: int) -> int | None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+from numbers import Real
 
 from dflash_jax.errors import UserError
 
@@ -65,8 +66,12 @@ class EngineSettings:
             raise UserError(f"draft_sampling {self.draft_sampling!r} is not one of {', '.join(DRAFT_SAMPLING)}")
         if self.logprobs_mode not in LOGPROBS_MODES:
             raise UserError(f"logprobs_mode {self.logprobs_mode!r} is not one of {', '.join(LOGPROBS_MODES)}")
-        if self.draft_temperature is not None and not 0 < self.draft_temperature < float("inf"):
-            raise UserError(f"draft_temperature must be a number above 0, not {self.draft_temperature!r}")
+        heat = self.draft_temperature
+        if heat is not None and (isinstance(heat, bool) or not isinstance(heat, Real) or not 0 < heat < float("inf")):
+            raise UserError(f"draft_temperature must be a number above 0, not {heat!r}")
+        for name in ("enable_prefix_caching", "overlap", "progress"):
+            if not isinstance(getattr(self, name), bool):
+                raise UserError(f"{name} must be true or false, not {getattr(self, name)!r}")
         for name, low in (("max_running_requests", 1), ("page_size", 1), ("chunked_prefill_size", 1),
                           ("max_model_len", 2), ("kv_cache_bytes", 1)):  # fmt: skip
             value = getattr(self, name)

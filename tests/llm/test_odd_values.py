@@ -7,7 +7,7 @@ from typing import Any
 import numpy as np
 import pytest
 
-from dflash_jax import LLM, SamplingParams, UserError
+from dflash_jax import LLM, EngineSettings, SamplingParams, UserError
 
 from .pairs import generate_one
 
@@ -52,3 +52,53 @@ def test_what_must_not_come_does_not_come_whatever_overflows(two_slots: LLM, odd
 def test_switches_are_true_or_false(name: str, value: object) -> None:
     with pytest.raises(UserError, match=f"{name} must be true or false, not {value!r}"):
         SamplingParams(**{name: value})  # pyright: ignore[reportArgumentType]
+
+
+@pytest.mark.parametrize(
+    ("asked", "message"),
+    [
+        ({"prompt_ids": 5}, "prompt must be a list of token ids, not 5"),
+        ({"prompt_ids": None}, "prompt must be a list of token ids, not None"),
+        ({"prompt_ids": [True]}, "prompt holds True, which is not a token id from 0 to 70"),
+        ({"params": {"max_new_tokens": 4}}, "sampling parameters must be SamplingParams(…), not {'max_new_tokens': 4}"),
+        ({"priority": "high"}, "priority must be an integer, not 'high'"),
+        ({"priority": float("nan")}, "priority must be an integer, not nan"),
+        ({"request_id": ["a"]}, "request_id must be a text, not ['a']"),
+        ({"eos_token_ids": [10**12]}, "eos_token_ids holds 1000000000000, which is not a token id"),
+        ({"eos_token_ids": "a"}, "eos_token_ids holds 'a', which is not a token id"),
+        ({"eos_token_ids": 2}, "eos_token_ids must be a list of token ids, not 2"),
+    ],
+)
+def test_what_an_engine_refuses(two_slots: LLM, asked: dict[str, Any], message: str) -> None:
+    with pytest.raises(UserError) as caught:
+        two_slots.engine.add_request(**{"prompt_ids": PROMPT} | asked)
+    assert message in str(caught.value)
+    assert not two_slots.engine.has_work
+
+
+@pytest.mark.parametrize("prompt", [np.array(PROMPT), (np.int64(5), 6), (token for token in PROMPT)])
+def test_ids_of_other_kinds_are_ids(two_slots: LLM, prompt: Any) -> None:
+    params = SamplingParams(max_new_tokens=3)
+    request = two_slots.engine.add_request(prompt, params)
+    while two_slots.engine.has_work:
+        two_slots.engine.step()
+    assert request.output_ids == generate_one(two_slots, PROMPT, max_new_tokens=3).token_ids
+
+
+@pytest.mark.parametrize("params", [5, "x", {"n": 2}, [None, {"n": 2}], [SamplingParams(), 5]])
+def test_parameters_of_another_type(two_slots: LLM, params: Any) -> None:
+    with pytest.raises(UserError, match=r"sampling parameters must be SamplingParams\(…\), not "):
+        two_slots.generate([PROMPT, PROMPT], params)
+    if not isinstance(params, list):
+        with pytest.raises(UserError, match=r"sampling parameters must be SamplingParams\(…\), not "):
+            two_slots.stream("hi", params)
+
+
+@pytest.mark.parametrize(
+    "option", [{"draft_temperature": "hot"}, {"draft_temperature": True}, {"overlap": "no"}, {"progress": 1},
+               {"enable_prefix_caching": None}]
+)  # fmt: skip
+def test_settings_of_another_type(option: dict[str, Any]) -> None:
+    [(name, value)] = option.items()
+    with pytest.raises(UserError, match=f"{name} must be .*, not {value!r}"):
+        EngineSettings(target="unread", **option)
