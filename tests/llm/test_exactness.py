@@ -20,7 +20,7 @@ from .pairs import FOLDER, open_llm
 from .told import register_told
 
 NEW_TOKENS = 24
-V1, V2 = "x-default-taps", "qwen3-v2"
+V1, V2 = "qwen3-v1-window", "qwen3-v2"
 Asked = tuple[list[int], SamplingParams]
 
 
@@ -116,7 +116,7 @@ def check_acceptance(draft: str, block: int, outputs: Sequence[RequestOutput]) -
         assert mean == 1
     elif draft == "right":  # rounds are full but a request's last, and those of texts that have begun as another did
         full = [length == block for out in outputs for length in out.accept_lengths[:-1]]
-        assert sum(full) >= 0.95 * len(full)
+        assert sum(full) >= 0.8 * len(full)
     else:
         assert mean > 1.02
 
