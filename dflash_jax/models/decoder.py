@@ -14,7 +14,7 @@ from dflash_jax import axes
 from dflash_jax.cache import Pool
 from dflash_jax.config import TargetConfig
 from dflash_jax.layers import layer_specs, norm_spec, project_out, project_qkv, rms_norm, rope_tables, swiglu
-from dflash_jax.ops import FILTER, GREEDY, XLA, EditRows, Kernels, SamplingRows, edited_logits, greedy_tokens
+from dflash_jax.ops import FILTER, GREEDY, XLA, EditRows, Kernels, SamplingRows, edited_logits, first_largest
 from dflash_jax.params import Params, ParamSpec
 
 
@@ -62,7 +62,7 @@ class Rows:
         result then indexes them.
         """
         if self.mode == GREEDY or self.sampling is None:
-            return greedy_tokens(logits)[0]
+            return first_largest(logits)
         return self.kernels.sample_tokens(logits, self.sampling, positions, self.mode == FILTER, ids)
 
 

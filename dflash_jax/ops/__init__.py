@@ -13,7 +13,7 @@ from dflash_jax.ops.reference import (
     EditRows,
     SamplingRows,
     edited_logits,
-    greedy_tokens,
+    first_largest,
     is_broken,
     masked_logits,
     norm_rope,
@@ -27,7 +27,7 @@ from dflash_jax.ops.reference.numerics import align, apply_rope, dot, rms_norm
 
 __all__ = [
     "BROKEN", "FILTER", "GREEDY", "GREEDY_BELOW", "LENGTH", "RUNNING", "SAMPLE", "STOP", "XLA", "Accepted",
-    "EditRows", "Kernels", "SamplingRows", "align", "apply_rope", "dot", "edited_logits", "greedy_tokens", "is_broken",
+    "EditRows", "Kernels", "SamplingRows", "align", "apply_rope", "dot", "edited_logits", "first_largest", "is_broken",
     "masked_logits", "norm_rope", "packed_logprobs", "processed_logits", "rms_norm", "select", "token_locations",
     "token_logprobs",
 ]  # fmt: skip

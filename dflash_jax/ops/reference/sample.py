@@ -16,6 +16,8 @@ import jax.numpy as jnp
 import numpy as np
 from jax import Array
 
+from dflash_jax.ops.reference.head import first_largest
+
 GREEDY, SAMPLE, FILTER = "greedy", "sample", "filter"  # what of sampling is in use; each serves those before it
 GROUP, GROUPS = 64, 64  # tokens of a group, groups that a filter looks at first
 GREEDY_BELOW = 1e-5  # temperatures under this are greedy, as in vLLM
@@ -219,9 +221,9 @@ def sample_tokens(
     z = _scaled(logits, rows)
     tokens = jnp.arange(z.shape[-1], dtype=jnp.int32)[None, None] if ids is None else ids
     if not filters:
-        return _first_largest(_with_noise(z, rows, positions, tokens))
+        return first_largest(_with_noise(z, rows, positions, tokens))
     if z.shape[-1] <= GROUPS * GROUP:
-        return _first_largest(_with_noise(_filtered(z, _smallest_kept(z, rows), rows), rows, positions, tokens))
+        return first_largest(_with_noise(_filtered(z, _smallest_kept(z, rows), rows), rows, positions, tokens))
     likeliest = _likeliest(z)
     found = _search(likeliest.values, z, rows, likeliest.floor)
     inside = ((rows.top_k == 0)[:, None] | (found.after_k > likeliest.floor)) & (found.smallest > likeliest.floor)
@@ -257,7 +259,7 @@ def _first_kept(z: Array, rows: SamplingRows, positions: Array, tokens: Array) -
         return value, always | (fewer & lighter)
 
     def look(noisy: Array) -> tuple[Array, Array, Array]:
-        at = _first_largest(noisy)
+        at = first_largest(noisy)
         value, kept = is_kept(at)
         return at, kept, jnp.where(kept[..., None] | (z > value[..., None]), noisy, -jnp.inf)
 
@@ -268,22 +270,3 @@ def _first_kept(z: Array, rows: SamplingRows, positions: Array, tokens: Array) -
 
 def _with_noise(z: Array, rows: SamplingRows, positions: Array, ids: Array) -> Array:
     return jnp.where(_is_greedy(rows)[..., None], z, z + gumbel(rows.seed, positions, ids))
-
-
-def _first_largest(x: Array) -> Array:
-    """argmax [...] of x [..., V], or where a NaN is.
-
-    On CPU in two plain reductions: one over pairs is not vectorised there, nor is what x is computed from, which then
-    takes eight times as long.
-    """
-    return jax.lax.platform_dependent(x, cpu=_first_of_largest, default=_argmax)
-
-
-def _argmax(x: Array) -> Array:
-    return jnp.argmax(x, axis=-1).astype(jnp.int32)
-
-
-def _first_of_largest(x: Array) -> Array:
-    at = jnp.arange(x.shape[-1], dtype=jnp.int32).reshape(*(1 for _ in x.shape[1:]), -1)
-    found = (x == x.max(axis=-1, keepdims=True)) | jnp.isnan(x)
-    return jnp.where(found, at, x.shape[-1]).min(axis=-1)
