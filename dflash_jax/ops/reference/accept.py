@@ -11,11 +11,10 @@ RUNNING, STOP, LENGTH, BROKEN = 0, 1, 2, 3  # finish codes
 
 
 class Accepted(NamedTuple):
-    """commit_len, bonus, seq_len, finish int32 [S]; tokens int32 [S, B] (zero past commit_len)."""
+    """commit_len, bonus, finish int32 [S]; tokens int32 [S, B] (zero past commit_len)."""
 
     commit_len: Array
     bonus: Array
-    seq_len: Array
     finish: Array
     tokens: Array
 
@@ -55,7 +54,6 @@ def accept_bonus(
     return Accepted(
         commit_len=commit,
         bonus=jnp.where(commit > 0, last, block_ids[:, 0]),
-        seq_len=seq_len + commit,
         finish=jnp.where(live, finish, RUNNING).astype(jnp.int32),
         tokens=jnp.where(kept, target_tokens, 0),
     )
