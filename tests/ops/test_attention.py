@@ -186,10 +186,14 @@ def test_large_scores_do_not_overflow(kernels: Kernels):
     case.check(kernels.block_attention, True)
 
 
-def test_a_row_of_nan_spoils_only_the_rows_that_see_it(kernels: Kernels):
+@pytest.mark.parametrize("where", ["all of it", "a key", "a value"])
+def test_a_row_of_nan_spoils_only_the_rows_that_see_it(kernels: Kernels, where: str):
     """A rejected draft may be NaN through and through; the rows before it decide what is kept."""
     case = Case.random(Shape(model(16, 4, 2), "test", 2, 6, 0), [20, 0])
-    case.q[:, 3], case.kv[:, 3] = np.nan, np.nan
+    if where == "all of it":
+        case.q[:, 3], case.kv[:, 3] = np.nan, np.nan
+    else:
+        case.kv[:, 3, int(where == "a value"), :, 5] = np.nan
     for how, spoilt in (
         ({"causal": True}, [3, 4, 5]),
         ({"causal": True, "window": 2}, [3, 4]),

@@ -98,8 +98,8 @@ def _read_chunk(pool: Array, page_table: Array, i: Array, pages: int) -> tuple[A
 def _block_part(q: Array, kv: Array, seen: Array) -> _Running:
     """The block's own keys and values start the softmax: every row sees itself, so `best` is finite.
 
-    A NaN row (a draft whose embedding is NaN) spoils the rows that see it, through its key, and no others: its
-    value must not reach them as 0 · NaN.
+    A NaN in a row's key or value spoils the rows that see it, and no others: so it counts through the key, and the
+    value must not reach the others as 0 · NaN.
     """
     s, b, g, r, d = q.shape
     empty = _Running(
@@ -108,7 +108,9 @@ def _block_part(q: Array, kv: Array, seen: Array) -> _Running:
         jnp.zeros((s, g, r, b, d), jnp.float32),
     )
     keys, values = kv[:, :, 0].swapaxes(1, 2), kv[:, :, 1].swapaxes(1, 2)
-    return _absorb(empty, q, keys, jnp.where(jnp.isnan(values), 0, values), seen)
+    nan = jnp.isnan(values)
+    keys = jnp.where(nan.any(axis=-1, keepdims=True), jnp.nan, keys)
+    return _absorb(empty, q, keys, jnp.where(nan, 0, values), seen)
 
 
 def _absorb(state: _Running, q: Array, keys: Array, values: Array, seen: Array) -> _Running:
