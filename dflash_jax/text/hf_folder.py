@@ -7,12 +7,12 @@ files of their own, generation_config.json or config.json (stop tokens).
 
 from __future__ import annotations
 
-import json
 from pathlib import Path
 
 import tokenizers
 from tokenizers import AddedToken
 
+from dflash_jax.config import read_json
 from dflash_jax.errors import UserError
 from dflash_jax.text.parts import TokenizerParts
 
@@ -48,17 +48,9 @@ def read_folder(folder: Path) -> TokenizerParts:
     )
 
 
-def read_json(path: Path) -> dict:
+def read_optional_json(path: Path) -> dict:
     """The JSON object in a file, empty when there is no such file; UserError when it is not one."""
-    if not path.is_file():
-        return {}
-    try:
-        value = json.loads(read_text(path))
-    except json.JSONDecodeError as error:
-        raise UserError(f"{path}: not valid JSON: {error}") from error
-    if not isinstance(value, dict):
-        raise UserError(f"{path}: holds a JSON {type(value).__name__}, not an object")
-    return value
+    return read_json(path) if path.is_file() else {}
 
 
 def read_text(path: Path) -> str:
@@ -72,8 +64,8 @@ def read_text(path: Path) -> str:
 
 def _config(folder: Path) -> dict:
     """tokenizer_config.json; where it lists no added tokens the older special_tokens_map.json speaks over it."""
-    config = read_json(folder / _CONFIG)
-    return config if "added_tokens_decoder" in config else config | read_json(folder / _LEGACY)
+    config = read_optional_json(folder / _CONFIG)
+    return config if "added_tokens_decoder" in config else config | read_optional_json(folder / _LEGACY)
 
 
 def _backend(folder: Path) -> tokenizers.Tokenizer:
@@ -142,7 +134,7 @@ def _stop_ids(folder: Path, backend: tokenizers.Tokenizer, texts: dict[str, str]
     own = backend.token_to_id(texts["eos_token"]) if "eos_token" in texts else None
     path = folder / "generation_config.json"
     path = path if path.is_file() else folder / "config.json"
-    stated = read_json(path).get("eos_token_id")
+    stated = read_optional_json(path).get("eos_token_id")
     stated = stated if isinstance(stated, list) else [stated]
     if not all(value is None or type(value) is int for value in stated):
         raise UserError(f"{path}: eos_token_id is {stated!r:.80}, not token ids")
@@ -191,7 +183,7 @@ def _flag(folder: Path, config: dict, key: str) -> bool | None:
 def _templates(folder: Path, config: dict) -> dict[str, str]:
     """Chat templates by name; template files win over tokenizer_config.json, as in Hugging Face."""
     legacy = folder / "chat_template.json"
-    found = _named_templates(read_json(legacy).get("chat_template"), legacy)
+    found = _named_templates(read_optional_json(legacy).get("chat_template"), legacy)
     found |= _named_templates(config.get("chat_template"), folder / _CONFIG)
     files = {path.stem: path for path in sorted((folder / "additional_chat_templates").glob("*.jinja"))}
     if (folder / "chat_template.jinja").is_file():

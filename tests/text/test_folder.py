@@ -162,12 +162,12 @@ def test_half_a_surrogate_pair_is_refused(tokenizer: Tokenizer) -> None:
 @pytest.mark.parametrize(
     ("file", "content", "message"),
     [
-        ("tokenizer.json", "{not json", "tokenizer.json: not valid JSON"),
-        ("tokenizer.json", "[]", "tokenizer.json: holds a JSON list, not an object"),
+        ("tokenizer.json", "{not json", "tokenizer.json is not valid JSON"),
+        ("tokenizer.json", "[]", "tokenizer.json holds a list, not a JSON object"),
         ("tokenizer.json", '{"model": {"type": "Martian"}}', "tokenizer.json: not a usable tokenizer"),
         ("tokenizer.json", b"\xff\xfe", "tokenizer.json: not UTF-8 text"),
-        ("tokenizer_config.json", '{"a": ', "tokenizer_config.json: not valid JSON"),
-        ("tokenizer_config.json", "3", "tokenizer_config.json: holds a JSON int"),
+        ("tokenizer_config.json", '{"a": ', "tokenizer_config.json is not valid JSON"),
+        ("tokenizer_config.json", "3", "tokenizer_config.json holds a int, not a JSON object"),
         ("tokenizer_config.json", '{"eos_token": 2}', "eos_token is 2, neither a string nor an object"),
         ("tokenizer_config.json", '{"add_bos_token": 1}', "add_bos_token is 1, not true or false"),
         ("tokenizer_config.json", '{"added_tokens_decoder": {"x": "y"}}', "whose keys are token ids"),
@@ -175,9 +175,9 @@ def test_half_a_surrogate_pair_is_refused(tokenizer: Tokenizer) -> None:
         ("tokenizer_config.json", '{"extra_special_tokens": "ab"}', "extra_special_tokens is 'ab', not a list"),
         ("tokenizer_config.json", '{"chat_template": 5}', "chat_template is neither"),
         ("tokenizer_config.json", '{"chat_template": [{"name": "a"}]}', "chat_template is neither"),
-        ("special_tokens_map.json", "nope", "special_tokens_map.json: not valid JSON"),
+        ("special_tokens_map.json", "nope", "special_tokens_map.json is not valid JSON"),
         ("generation_config.json", '{"eos_token_id": "2"}', r"eos_token_id is \['2'\], not token ids"),
-        ("generation_config.json", "{", "generation_config.json: not valid JSON"),
+        ("generation_config.json", "{", "generation_config.json is not valid JSON"),
         ("chat_template.jinja", b"\xe9", "chat_template.jinja: not UTF-8 text"),
     ],
 )
