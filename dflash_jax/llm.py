@@ -18,6 +18,7 @@ from dflash_jax.engine.engine import Engine, check_ids, random_seed
 from dflash_jax.engine.loop import Update
 from dflash_jax.engine.protocol import Grammar
 from dflash_jax.engine.request import Request
+from dflash_jax.engine.scheduler import check_length
 from dflash_jax.engine.settings import EngineSettings
 from dflash_jax.errors import GrammarError, UserError
 from dflash_jax.logprobs import Logprob, by_position
@@ -335,12 +336,7 @@ class LLM:
         except UserError as error:
             raise UserError(f"{name}: {error}") from error
         check_ids(name, ids, self.engine.loaded.config.vocab_size)
-        longest = self.engine.max_model_len
-        if not ids:
-            raise UserError(f"{name} is empty")
-        if len(ids) >= longest:
-            raise UserError(f"{name} has {len(ids)} tokens, which leaves no room for a new one in the {longest} of"
-                            " max_model_len")  # fmt: skip
+        check_length(name, len(ids), self.engine.max_model_len)
         if params.n == 1:
             return [Job(name, prompt, ids, params, self)]
         samples = sample_params(params)

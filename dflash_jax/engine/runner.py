@@ -32,10 +32,9 @@ from dflash_jax.engine.packing import (
     unpack_logprobs,
 )
 from dflash_jax.engine.protocol import PrefillRow, RowResult
-from dflash_jax.errors import UserError
 from dflash_jax.ops import BROKEN, LENGTH, RUNNING, STOP
 from dflash_jax.params import tree_bytes
-from dflash_jax.state import MAX_STOP_IDS, DecodeState, Needs
+from dflash_jax.state import DecodeState, Needs
 from dflash_jax.steps import NOTHING, Admission, PrefillBatch, Steps, Verified
 
 log = logging.getLogger("dflash_jax")
@@ -199,8 +198,6 @@ class DeviceRunner:
         stop_ids: Sequence[int],
         sampling: object,
     ) -> None:
-        if len(stop_ids) > MAX_STOP_IDS:
-            raise UserError(f"a request may name {MAX_STOP_IDS} stop token ids, not {len(stop_ids)}")
         self._needs.pop(slot, None)
         if (needs := needs_of(sampling)) != NOTHING:
             self._needs[slot] = needs

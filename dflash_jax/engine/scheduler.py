@@ -245,20 +245,14 @@ class Scheduler:
             raise RuntimeError(f"{len(self.live)} live requests in slots {sorted(used)}, free {self._free_slots}")
 
     def _check(self, request: Request) -> None:
-        name, prompt, longest = request.request_id, len(request.prompt_ids), self.config.max_model_len
+        name = request.request_id
         if name in self.requests:
             raise UserError(f"request id {name!r} is in use by a request that has not finished")
         if request.finished or request.output_ids:
             raise UserError(f"request {name!r} has been served already; make a new one")
-        if not prompt:
-            raise UserError(f"the prompt of request {name!r} is empty")
         if request.max_new_tokens < 1:
             raise UserError(f"max_new_tokens of request {name!r} is {request.max_new_tokens}, must be at least 1")
-        if prompt >= longest:
-            raise UserError(
-                f"the prompt of request {name!r} has {prompt} tokens, which leaves no room for a new one within "
-                f"max_model_len {longest}"
-            )
+        check_length(f"the prompt of request {name!r}", len(request.prompt_ids), self.config.max_model_len)
 
     def _check_fits(self, request: Request) -> None:
         need = self._reserved_pages(request.limit_tokens, request)
@@ -348,6 +342,17 @@ class Scheduler:
                 self.pool.release(page)
         self.cache.drop(seat.chain)
         self.seats.remove(seat)
+
+
+def check_length(name: str, prompt_tokens: int, max_model_len: int) -> None:
+    """UserError unless a prompt has tokens and leaves room for one more."""
+    if not prompt_tokens:
+        raise UserError(f"{name} is empty")
+    if prompt_tokens >= max_model_len:
+        raise UserError(
+            f"{name} has {prompt_tokens} tokens, which leaves no room for a new one in the {max_model_len} of"
+            " max_model_len"
+        )
 
 
 def _order(request: Request) -> tuple[int, int]:

@@ -44,7 +44,7 @@ def load_params(
 
         def leaf(path: str, spec: ParamSpec) -> Any:
             array = place(assemble(spec, table.pieces[path], source, dtype, pool), spec, mesh)
-            array.block_until_ready()  # the host buffer is free again before the next is made
+            array.block_until_ready()  # unless the device took it over, the host buffer is free before the next is made
             bar.update(array.nbytes)
             return array
 

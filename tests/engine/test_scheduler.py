@@ -69,7 +69,7 @@ def prefill_all(scheduler: Scheduler) -> None:
     [
         (Request("a", [], 8), "the prompt of request 'a' is empty"),
         (Request("a", [1], 0), "max_new_tokens of request 'a' is 0"),
-        (request("a", prompt=64), "has 64 tokens, which leaves no room .* max_model_len 64"),
+        (request("a", prompt=64), "has 64 tokens, which leaves no room .* 64 of max_model_len"),
         (request("a", prompt=100), "has 100 tokens"),
         (request("a", prompt=40, new=24), "'a' may reach 64 tokens = 16 pages of 4, but the KV pool has 12"),
     ],
