@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import dataclasses
 import functools
+import math
 from typing import Any, NamedTuple
 
 import jax
@@ -39,7 +40,7 @@ from dflash_jax.ops import (
 from dflash_jax.state import DecodeState, Live, Needs, gather, greedy_rows
 
 NOTHING = Needs()
-PROMPT_LOGPROB_ROWS = 16  # of a chunk at a time, so that only so many rows of logits exist at once
+PROMPT_LOGPROB_ROWS = 16  # at most, of a chunk at a time, so that only so many rows of logits exist at once
 
 
 @dataclasses.dataclass(frozen=True)
@@ -285,13 +286,13 @@ def _with_prompt_logprobs(
     rows, width = batch.tokens.shape
     at = jnp.arange(width, dtype=jnp.int32)[None]
     following = jnp.where(at == batch.length[:, None] - 1, batch.after[:, None], jnp.roll(batch.tokens, -1, axis=1))
-    parts = max(width // PROMPT_LOGPROB_ROWS, 1)
+    size = math.gcd(width, PROMPT_LOGPROB_ROWS)
 
     def part(inputs: tuple[Array, Array]) -> Array:
         logits = config.kernels.head_logits(inputs[0], head_weight(weights.target))
         return packed_logprobs(token_logprobs(logits, inputs[1], n))
 
-    split = [jnp.moveaxis(a.reshape(rows, parts, width // parts, *a.shape[2:]), 1, 0) for a in (last, following)]
+    split = [jnp.moveaxis(a.reshape(rows, width // size, size, *a.shape[2:]), 1, 0) for a in (last, following)]
     found = jax.lax.map(part, tuple(split))  # [parts, S, …]
     return jnp.concatenate([packed, jnp.moveaxis(found, 0, 1).reshape(rows, -1)], axis=1)
 

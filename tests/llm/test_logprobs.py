@@ -205,6 +205,13 @@ def test_of_chunks_narrower_than_the_device_s() -> None:
     check_prompt(device, request)
 
 
+def test_of_chunks_of_an_odd_width() -> None:
+    """The device takes a chunk some rows at a time; their number must divide the chunk."""
+    device = open_device(V2, chunked_prefill_size=33)
+    [request] = ask(device.engine(), [(random_prompt(device, 70, seed=8), prompt_asked())])
+    check_prompt(device, request)
+
+
 def test_of_prompts_in_a_batch_with_others() -> None:
     """The others' tokens and acceptance are those of their solo runs."""
     device = open_device(V2)
