@@ -10,18 +10,16 @@ from typing import Any
 from dflash_jax.drafters import Capabilities
 from dflash_jax.engine.engine import Engine
 from dflash_jax.engine.settings import EngineSettings
+from dflash_jax.sampling import SamplingParams
 
 from .fake_runner import VOCAB, FakeRunner, Script, solo_run
 
 
-@dataclasses.dataclass
-class Params(Script):
-    """A script that also is what the engine reads of sampling parameters."""
+@dataclasses.dataclass(frozen=True)
+class Params(SamplingParams):
+    """Sampling parameters that carry the fake's own knowledge of the request."""
 
-    max_new_tokens: int = 8
-    stop_token_ids: Sequence[int] = ()
-    ignore_eos: bool = True
-    greedy: bool = True
+    script: Script | None = None
 
 
 def make_engine(*, overlap: bool = True, settings: dict[str, Any] | None = None, **sizes: Any) -> Engine:
@@ -35,8 +33,8 @@ def make_engine(*, overlap: bool = True, settings: dict[str, Any] | None = None,
 
 
 def params(prompt: Sequence[int], new: int = 8, right: Sequence[int] = (3, 0, 1)) -> Any:
-    """Stands where `SamplingParams` stand."""
-    return Params(prompt, right, max_new_tokens=new)
+    """Sampling parameters of a request whose drafts are right so often."""
+    return Params(max_new_tokens=new, ignore_eos=True, script=Script(prompt, right))
 
 
 def truth(prompt: Sequence[int], new: int = 8) -> list[int]:

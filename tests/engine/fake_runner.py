@@ -158,11 +158,12 @@ class FakeRunner:
     def admit(self, slot: int, *, prompt_ids: Any, output_ids: Any, limit_tokens: int, pages: Any,
               stop_ids: Any, sampling: Any) -> None:  # fmt: skip
         assert 0 <= slot < self.num_slots
-        assert isinstance(sampling, Script) and list(prompt_ids) == list(sampling.prompt)
+        script = sampling if isinstance(sampling, Script) else sampling.script
+        assert isinstance(script, Script) and list(prompt_ids) == list(script.prompt)
         assert len(prompt_ids) + len(output_ids) < limit_tokens
         assert 0 < len(pages) <= self.pages_per_slot and len(set(pages)) == len(pages) and 0 not in pages
         table = [*pages, *[0] * (self.pages_per_slot - len(pages))]
-        state = SlotState(sampling, limit_tokens, tuple(stop_ids), table)
+        state = SlotState(script, limit_tokens, tuple(stop_ids), table)
         self.log.append(("admit", slot))
         self._enqueue(lambda: self.slots.__setitem__(slot, state))
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import gc
 import itertools
 import os
@@ -94,8 +95,7 @@ def test_a_stop_from_on_tokens_ends_the_request_and_no_other(overlap):
 def test_a_bad_request_is_refused_when_it_is_made(prompt, options, message):
     engine = make_engine()
     good = engine.add_request([3], params([3]))
-    bad = params(prompt)
-    bad.ignore_eos = False
+    bad = dataclasses.replace(params(prompt), ignore_eos=False)
     with pytest.raises(UserError, match=message):
         engine.add_request(prompt, bad, request_id="x", **options)
     assert good.output_ids == [] and len(engine._clients) == 1
