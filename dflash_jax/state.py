@@ -109,6 +109,9 @@ class Needs:
         return " + ".join(part for part in parts if part)
 
 
+NOTHING = Needs()
+
+
 @jax.tree_util.register_dataclass
 @dataclasses.dataclass(frozen=True)
 class Live:
@@ -142,3 +145,10 @@ def gather(state: DecodeState, slots: Array, edits: bool = False) -> Live:
         page_table=state.page_table[slots],
         edits=jax.tree.map(lambda x: x[slots], state.edits) if edits else None,
     )
+
+
+def count_emitted(state: DecodeState, slots: Array, tokens: Array, kept: Array) -> DecodeState:
+    """Count tokens int32 [S, K] of `slots` int32 [S] as emitted, those `kept` bool [S, K]."""
+    assert state.edits is not None
+    emitted = state.edits.emitted.at[slots[:, None], tokens].add(kept.astype(jnp.int32))
+    return dataclasses.replace(state, edits=dataclasses.replace(state.edits, emitted=emitted))
