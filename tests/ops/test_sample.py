@@ -159,6 +159,15 @@ def test_noise_is_the_same_in_any_batch_block_and_list_of_candidates():
     assert (np.asarray(whole[0]) != np.asarray(whole[2])).all()  # same positions, other seed
 
 
+def test_candidates_with_names_have_their_own_noise_however_many_they_are():
+    size = GROUP * GROUPS + 100
+    asked, positions = rows(8, top_k=50), jnp.arange(8, dtype=jnp.int32)[:, None]
+    logits = jnp.asarray(np.random.default_rng(0).normal(size=(8, 1, size)), jnp.float32)
+    ids = jnp.broadcast_to(jnp.arange(size, dtype=jnp.int32)[::-1] + 7, logits.shape)
+    want = (processed_logits(logits, asked) + gumbel(asked.seed, positions, ids)).argmax(axis=-1)
+    np.testing.assert_array_equal(sample_tokens(logits, asked, positions, ids=ids), want)
+
+
 def test_noise_has_the_moments_of_a_gumbel():
     noise = np.asarray(gumbel(rows(1).seed, jnp.arange(200, dtype=jnp.int32)[None], jnp.arange(5000)[None, None]))
     assert abs(noise.mean() - 0.5772) < 0.005 and abs(noise.var() - np.pi**2 / 6) < 0.02

@@ -222,7 +222,7 @@ def sample_tokens(
     tokens = jnp.arange(z.shape[-1], dtype=jnp.int32)[None, None] if ids is None else ids
     if not filters:
         return first_largest(_with_noise(z, rows, positions, tokens))
-    if z.shape[-1] <= GROUPS * GROUP:
+    if z.shape[-1] <= GROUPS * GROUP or ids is not None:
         return first_largest(_with_noise(_filtered(z, _smallest_kept(z, rows), rows), rows, positions, tokens))
     likeliest = _likeliest(z)
     found = _search(likeliest.values, z, rows, likeliest.floor)
