@@ -42,7 +42,7 @@ class TableDrafter:
     """
 
     max_block: int = 6
-    capabilities = Capabilities()  # no pages of its own, no hidden states, nothing from the host
+    capabilities = Capabilities()  # no hidden states, nothing from the host
     mask_id = 0  # what the rows to fill hold before `draft`; this drafter does not look
     taps = ()
 

@@ -20,7 +20,7 @@ class DFlashDrafter:
     """A DFlash draft, v1 or DFlash 2 by its configuration.  Its cache is a KV pool of the draft's layers."""
 
     config: DraftConfig
-    capabilities = Capabilities(needs_draft_kv=True, needs_hidden=True)
+    capabilities = Capabilities(needs_hidden=True)
 
     @property
     def max_block(self) -> int:

@@ -39,7 +39,7 @@ class NgramDrafter:
     max_block: int = 8
     prompt_lookup_max: int = 4
     prompt_lookup_min: int = 1
-    capabilities = Capabilities(needs_draft_kv=True)
+    capabilities = Capabilities()
     mask_id = 0
     taps = ()
 

@@ -27,12 +27,11 @@ class Weights(NamedTuple):
 class Capabilities:
     """What a drafter needs of the engine, which asks for nothing else.
 
-    needs_draft_kv: it keeps something for each committed token in pages of its own under the shared page table, so
-    that a prefix hit carries it too; needs_hidden: taps of the target are captured and absorbed; needs_cpu_lengths:
-    its steps call the host, which must know exact lengths before each round: rounds are then not overlapped.
+    needs_hidden: taps of the target are captured and absorbed; needs_cpu_lengths: its steps call the host, which must
+    know exact lengths before each round: rounds are then not overlapped.  What it keeps for each token is told by
+    `Drafter.page_bytes`.
     """
 
-    needs_draft_kv: bool = False
     needs_hidden: bool = False
     needs_cpu_lengths: bool = False
 
@@ -67,7 +66,7 @@ class Drafter(Protocol):
         ...
 
     def page_bytes(self, page_size: int, dtype: Any) -> int:
-        """Bytes that `init_cache` takes for each page, over all devices together."""
+        """Bytes that `init_cache` takes for each page, over all devices together; 0 if it keeps nothing of tokens."""
         ...
 
     def init_cache(self, num_pages: int, page_size: int, dtype: Any, mesh: Mesh) -> Any:

@@ -47,7 +47,7 @@ class Odd(NgramDrafter):
 
     mask_id: int = 0
     taps: Any = ()
-    capabilities: Any = Capabilities(needs_draft_kv=True)
+    capabilities: Any = Capabilities()
 
 
 def test_what_comes_with_the_package(context):
@@ -204,6 +204,6 @@ def test_an_engine_takes_them_by_name():
 
 @pytest.mark.parametrize("overlap", [True, False])
 def test_a_drafter_that_needs_lengths_on_the_host_is_not_overlapped(overlap: bool):
-    register_drafter("slow", lambda _: (Odd(capabilities=Capabilities(True, needs_cpu_lengths=True)), None))
+    register_drafter("slow", lambda _: (Odd(capabilities=Capabilities(needs_cpu_lengths=True)), None))
     engine = Engine(EngineSettings(str(PAIR / "target"), "slow", overlap=overlap, max_model_len=64))
     assert not engine._loop.overlap

@@ -35,7 +35,7 @@ class ScriptedDrafter:
 
     inner: DFlashDrafter
     block: int = BLOCK
-    capabilities = Capabilities(needs_draft_kv=True, needs_hidden=True)
+    capabilities = Capabilities(needs_hidden=True)
 
     @property
     def max_block(self) -> int:
