@@ -1,0 +1,1 @@
+"""Training a draft for a frozen target."""

@@ -1,0 +1,100 @@
+"""Attention and keys/values without pages: the same ops the models call, over dense arrays, so that one draft serves
+both decoding and training.
+
+In place of a page pool a layer gets its dense context, keys and values [S, T, 2, G, D] of S sequences, or None where
+there is none.  The rows of a call may be several blocks of each sequence, sequence by sequence: [S·A, B, …].
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from jax import Array
+
+from dflash_jax.ops import Kernels, align, dot, norm_rope
+from dflash_jax.ops.reference.attention import block_mask
+from dflash_jax.ops.reference.numerics import precision
+
+
+@dataclasses.dataclass(frozen=True)
+class DenseKernels(Kernels):
+    """The ops of `Kernels` that touch a cache, over dense contexts; all others are XLA's."""
+
+    def cache_write(
+        self, pool: Any, qkv: Array, q_norm: Array | None, k_norm: Array | None, eps: float, cos: Array, sin: Array,
+        locations: Array,
+    ) -> tuple[Array, Array, Any]:  # fmt: skip
+        """Nothing is written: the rows of a whole sequence see each other directly."""
+        return *norm_rope(qkv, q_norm, k_norm, eps, cos, sin), pool
+
+    def kv_inject(
+        self, pools: tuple[Any, ...], fused: Array, weight: Array, bias: Array | None, k_norms: Array, eps: float,
+        cos: Array, sin: Array, locations: Array,
+    ) -> tuple[Array, ...]:  # fmt: skip
+        """Fused context [S, T, H] → the dense context [S, T, 2, G, D] of each layer."""
+        y = dot(fused, weight)  # [S, T, L, 2, G, D]
+        y = y if bias is None else y + align(bias, y)
+        rows = [y[:, :, i].swapaxes(2, 3) for i in range(len(pools))]  # [S, T, G, 2, D]: a projection without queries
+        return tuple(norm_rope(row, k, k, eps, cos, sin)[1] for row, k in zip(rows, k_norms, strict=True))
+
+    def block_attention(
+        self, q: Array, kv: Array, pool: Array | None, page_table: Array, lengths: Array, *, causal: bool,
+        window: int | None = None,
+    ) -> Array:  # fmt: skip
+        return dense_attention(q, kv, pool, lengths, causal, window)
+
+    prefill_attention = block_attention
+
+
+DENSE = DenseKernels()
+
+
+@functools.partial(jax.checkpoint, static_argnums=(4, 5))  # the scores are the largest arrays of a step: not kept
+def dense_attention(
+    q: Array, kv: Array, context: Array | None, lengths: Array, causal: bool, window: int | None
+) -> Array:
+    """As `paged_attention`: blocks q [S·A, B, N, D], kv [S·A, B, 2, G, D] over context [S, T, 2, G, D] and themselves.
+
+    A block sees the first `lengths` int32 [S·A] rows of its sequence's context, within `window` if given, and all of
+    itself, or only back if `causal`.  Block row i sits at position lengths + i.
+    """
+    blocks, b, n, d = q.shape
+    s = blocks if context is None else context.shape[0]
+    q = q.reshape(s, blocks // s, b, kv.shape[3], -1, d)
+    kv = kv.reshape(s, blocks // s, *kv.shape[1:])
+    own = _scores("sabgrd,sacgd->sagrbc", q, kv[:, :, :, 0], block_mask(b, causal, window)[None, None, None, None])
+    if context is None:
+        return _mixed("sagrbc,sacgd->sabgrd", jax.nn.softmax(own), kv[:, :, :, 1]).reshape(blocks, b, n, d)
+    seen = context_mask(lengths.reshape(s, -1), context.shape[1], b, window)[:, :, None, None]
+    scores = jnp.concatenate([_scores("sabgrd,stgd->sagrbt", q, context[:, :, 0], seen), own], axis=-1)
+    before, within = jnp.split(jax.nn.softmax(scores), [context.shape[1]], axis=-1)
+    out = _mixed("sagrbt,stgd->sabgrd", before, context[:, :, 1])
+    return (out + _mixed("sagrbc,sacgd->sabgrd", within, kv[:, :, :, 1])).reshape(blocks, b, n, d)
+
+
+def context_mask(lengths: Array, tokens: int, block: int, window: int | None) -> Array:
+    """bool [S, A, B, T]: may row i of a block over `lengths` int32 [S, A] see context row t?"""
+    at = jnp.arange(tokens)[None, None, None]
+    seen = jnp.broadcast_to(at < lengths[:, :, None, None], (*lengths.shape, block, tokens))
+    if window is None:
+        return seen
+    position = lengths[:, :, None] + jnp.arange(block)[None, None]
+    return seen & (position[..., None] - at < window)
+
+
+def _scores(product: str, q: Array, keys: Array, seen: Array) -> Array:
+    """float32 scores, −inf where not `seen`."""
+    found = jnp.einsum(product, q, keys, precision=precision(q.dtype), preferred_element_type=jnp.float32)
+    return jnp.where(seen, found * q.shape[-1] ** -0.5, -jnp.inf)
+
+
+def _mixed(product: str, weights: Array, values: Array) -> Array:
+    exact = precision(values.dtype)
+    out = jnp.einsum(
+        product, weights.astype(values.dtype), values, precision=exact, preferred_element_type=jnp.float32
+    )
+    return out.astype(values.dtype)
