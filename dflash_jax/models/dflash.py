@@ -166,11 +166,19 @@ def select_candidates(
     projected = dot(hidden, p["hidden"])
     previous, path = anchor, []
     for k in range(hidden.shape[1]):
-        left = p["predecessor"][previous] * projected[:, k]
-        right = p["successor"][candidates[:, k]]  # [S, top_k, rank]
-        pair = (left[:, None].astype(jnp.float32) * right.astype(jnp.float32)).sum(axis=-1)
+        pair = pair_scores(p, projected[:, k], previous, candidates[:, k])
         scores, here = (unary[:, k] + pair)[:, None], candidates[:, k : k + 1]
         best = rows.choose(scores, rows.positions[:, k + 1 : k + 2], here) if rows else scores.argmax(axis=-1)
         previous = jnp.take_along_axis(here[:, 0], best, axis=1)[:, 0].astype(jnp.int32)
         path.append(previous)
     return jnp.stack(path, axis=1)
+
+
+def pair_scores(p: Params, projected: Array, previous: Array, candidates: Array) -> Array:
+    """⟨A[a] ⊙ W·h, S[b]⟩ of the selector `p`, float32 [..., K].
+
+    projected [..., rank] = W·h; previous int32 [...] a; candidates int32 [..., K] b.
+    """
+    left = p["predecessor"][previous] * projected
+    right = p["successor"][candidates]  # [..., K, rank]
+    return (left[..., None, :].astype(jnp.float32) * right.astype(jnp.float32)).sum(axis=-1)

@@ -9,6 +9,8 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from models import goldens
+from models.goldens import PAIRS, Pair
 
 from dflash_jax.drafters import DFlashDrafter
 from dflash_jax.models import FAMILIES, embed
@@ -17,8 +19,6 @@ from dflash_jax.ops import XLA
 from dflash_jax.train.blocks import Batch, make_blocks, sample_anchors
 from dflash_jax.train.dense import context_mask
 from dflash_jax.train.forward import draft_hidden, target_taps
-from models import goldens
-from models.goldens import PAIRS, Pair
 
 LENGTH = 40
 close = functools.partial(np.testing.assert_allclose, atol=1e-5, rtol=1e-5)
