@@ -93,7 +93,10 @@ def attend(
             values = tl.load(
                 kv_ref + (base + G * D)[:, None] + d[None, :], mask=there[:, None] & inside[None, :], other=0.0
             )
-            values = tl.where(values == values, values, 0.0)  # a NaN that a row must not see is no 0 · NaN
+            # A NaN in a value counts through the key, for the rows that see it: for the others it must be no 0 · NaN.
+            spoilt = tl.sum((values != values).to(tl.int32), axis=1) > 0
+            keys = tl.where(spoilt[None, :], float("nan"), keys)
+            values = tl.where(values == values, values, 0.0)
             seen = tl.broadcast_to(there[None, :], (M, BT))
             if CAUSAL:
                 seen = seen & (j[None, :] <= row[:, None])
