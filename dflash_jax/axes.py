@@ -23,5 +23,3 @@ FFN = "ffn"
 TAPS = "taps"
 RANK = "rank"  # width of the DFlash 2 candidate codebooks
 CONV_GROUPS = "conv_groups"
-
-LOGICAL_AXES = (EMBED, VOCAB, KV_HEADS, HEADS, HEAD_DIM, FFN, TAPS, RANK, CONV_GROUPS)

@@ -72,11 +72,8 @@ class DraftConfig:
         return True
 
 
-def read_draft(where: str, config: Mapping[str, Any], target: TargetConfig) -> DraftConfig:
-    """A draft's configuration, checked against the `target` it will serve.
-
-    Keys are looked up in `dflash_config` first, then at the top level; given in both places they must agree.
-    """
+def _inner(where: str, config: Mapping[str, Any]) -> Mapping[str, Any]:
+    """`dflash_config`, whose keys are all known: a misspelt one must not count as left out."""
     inner = config.get("dflash_config") or {}
     if not isinstance(inner, Mapping):
         raise UserError(f"{where}: dflash_config must be an object, not {inner!r}")
@@ -84,7 +81,15 @@ def read_draft(where: str, config: Mapping[str, Any], target: TargetConfig) -> D
     if unknown:
         known = ", ".join(sorted(DFLASH_KEYS))
         raise UserError(f"{where}: dflash_config has unknown keys {', '.join(unknown)} (known: {known})")
-    reader = Reader(where, inner, config)
+    return inner
+
+
+def read_draft(where: str, config: Mapping[str, Any], target: TargetConfig) -> DraftConfig:
+    """A draft's configuration, checked against the `target` it will serve.
+
+    Keys are looked up in `dflash_config` first, then at the top level; given in both places they must agree.
+    """
+    reader = Reader(where, _inner(where, config), config)
     version = _version(reader)
     layers = reader.integer("num_hidden_layers")
     types = layer_types(reader, config, layers)

@@ -100,7 +100,7 @@ class Speculation:
     def __init__(
         self,
         largest: int,
-        key_of: Callable[..., Key],
+        key_of: Callable[[Sequence[int], int, bool], Key],
         is_compiled: Callable[[Key], bool],
         times: RoundTimes | None = None,
     ):
@@ -131,7 +131,7 @@ class Speculation:
         """The width of the next round of these requests."""
         slots = [request.seat.slot for request in live if request.seat]
         masked = any(request.grammar for request in live)
-        keys = {width: self._key_of(slots, width, *([True] if masked else [])) for width in self.widths}
+        keys = {width: self._key_of(slots, width, masked) for width in self.widths}
         width = self._choose(keys)
         self._rounds[width] += 1
         self._launched.append((keys[width], width))
@@ -151,7 +151,7 @@ class Speculation:
         """Time every compiled round that has never been timed, on batches of padding slots, and keep the times."""
         for slots in batches:
             for width in self.widths:
-                key = self._key_of(slots, width)
+                key = self._key_of(slots, width, False)
                 if self._is_compiled(key) and self.times.seconds(key) is None:
                     for _ in range(MEASURED_ROUNDS):
                         start_s = time.perf_counter()

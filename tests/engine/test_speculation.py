@@ -30,7 +30,7 @@ from .fake_runner import FakePending, FakeRunner, Script, assert_nothing_leaks, 
 ALL = (1, 4, 8, 16)
 
 
-def key_of(slots: Sequence[int], width: int) -> tuple[str, int, int]:
+def key_of(slots: Sequence[int], width: int, masked: bool) -> tuple[str, int, int]:
     return "decode_round", len(slots), width
 
 
