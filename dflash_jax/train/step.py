@@ -1,0 +1,172 @@
+"""One optimiser step: gradients of all parts of a batch, on all devices of a mesh, with float32 masters."""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+from collections.abc import Sequence
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+from jax import Array
+from jax.sharding import Mesh, NamedSharding, PartitionSpec
+
+from dflash_jax.config import DraftConfig, TargetConfig
+from dflash_jax.errors import UserError
+from dflash_jax.params import Params
+from dflash_jax.train.blocks import Batch, make_blocks, sample_anchors
+from dflash_jax.train.forward import draft_hidden, target_taps
+from dflash_jax.train.loss import LossConfig, Sums, loss_sums, metrics, score_blocks
+
+DATA = "data"
+
+
+@dataclasses.dataclass(frozen=True)
+class TrainConfig:
+    """All that is static in a step.
+
+    anchors: blocks of each sequence in each step; steps: optimiser steps in all, over which the learning rate rises
+    for the share `warmup` and falls to 0 along a cosine; clip: of the global gradient norm; dtype: of all products
+    (masters and optimiser are float32); seed: of the anchors.
+    """
+
+    target: TargetConfig
+    draft: DraftConfig
+    steps: int
+    loss: LossConfig = LossConfig()
+    anchors: int = 64
+    learning_rate: float = 6e-4
+    warmup: float = 0.04
+    clip: float = 1.0
+    weight_decay: float = 0.01
+    betas: tuple[float, float] = (0.9, 0.95)
+    dtype: str = "bfloat16"
+    seed: int = 0
+
+
+@jax.tree_util.register_dataclass
+@dataclasses.dataclass(frozen=True)
+class TrainState:
+    """step int32: steps done; params: float32 masters of the draft; optimizer: optax's state."""
+
+    step: Array
+    params: Params
+    optimizer: Any
+
+
+def schedule(config: TrainConfig) -> optax.Schedule:
+    """Learning rate by step."""
+    rise = max(1, round(config.warmup * config.steps))
+    return optax.warmup_cosine_decay_schedule(0.0, config.learning_rate, rise, max(config.steps, rise + 1))
+
+
+def optimizer(config: TrainConfig) -> optax.GradientTransformation:
+    """Clipping, then AdamW; decay of matrices only."""
+    b1, b2 = config.betas
+
+    def matrices(params: Params) -> Any:
+        return jax.tree.map(lambda x: x.ndim > 1, params)
+
+    adamw = optax.adamw(schedule(config), b1, b2, weight_decay=config.weight_decay, mask=matrices)
+    return optax.chain(optax.clip_by_global_norm(config.clip), adamw)
+
+
+def init_state(config: TrainConfig, params: Params, mesh: Mesh) -> TrainState:
+    """Nothing learnt yet: float32 copies of `params` (without `inject`) on every device of `mesh`."""
+    masters = jax.tree.map(lambda x: jnp.array(x, jnp.float32), {k: v for k, v in params.items() if k != "inject"})
+    state = TrainState(jnp.zeros((), jnp.int32), masters, optimizer(config).init(masters))
+    return jax.device_put(state, NamedSharding(mesh, PartitionSpec()))
+
+
+def data_mesh(devices: Sequence[Any] | None = None) -> Mesh:
+    """A mesh whose one axis splits sequences over `devices` (default: all)."""
+    return Mesh(np.array(list(devices) if devices else jax.devices()), (DATA,))
+
+
+def part_sums(
+    config: TrainConfig, params: Params, target: Params, batch: Batch, key: Array
+) -> tuple[Array, Sums]:
+    """(Σ w · CE, sums) of the blocks that `key` picks in a batch of S sequences."""
+    cast = jax.tree.map(lambda x: x.astype(config.dtype), params)
+    taps = target_taps(target, config.target, batch.tokens, config.draft.taps)
+    blocks = make_blocks(config.draft, batch, *sample_anchors(key, batch, config.anchors))
+    hidden = draft_hidden(cast, config.draft, target, taps, blocks)
+    scored = score_blocks(cast, config.draft, target, hidden, blocks, config.loss.slice_rows)
+    return loss_sums(config.loss, blocks, scored)
+
+
+def train_step(
+    config: TrainConfig, target: Params, state: TrainState, batch: Batch
+) -> tuple[TrainState, dict[str, Array]]:
+    """One step over batch [M, S, …]: M parts, one after another, whose gradients are summed.
+
+    The loss is Σ w·CE / Σ w over the whole step, so it does not matter how sequences are dealt to parts and devices.
+    Returns the state and `metrics`, with the gradient's norm before clipping and the learning rate.
+    """
+    key = jax.random.fold_in(jax.random.key(config.seed), state.step)
+    gradient = jax.grad(functools.partial(part_sums, config), has_aux=True)
+
+    def part(total: Any, inputs: tuple[Batch, Array]) -> tuple[Any, None]:
+        found = gradient(state.params, target, inputs[0], jax.random.fold_in(key, inputs[1]))
+        return jax.tree.map(jnp.add, total, found), None
+
+    parts = jnp.arange(batch.tokens.shape[0])
+    nothing = jax.tree.map(jnp.zeros_like, state.params), _no_sums(config.draft.block_size)
+    (gradients, sums), _ = jax.lax.scan(part, nothing, (batch, parts))
+    gradients = jax.tree.map(lambda g: g / jnp.maximum(sums.weight, 1e-9), gradients)
+    with jax.numpy_dtype_promotion("standard"):  # optax counts steps in integers and multiplies floats by them
+        updates, inner = optimizer(config).update(gradients, state.optimizer, state.params)
+        rate = schedule(config)(state.step)
+    new = TrainState(state.step + 1, optax.apply_updates(state.params, updates), inner)
+    more = {"gradient_norm": global_norm(gradients), "learning_rate": rate}
+    return new, {**metrics(config.loss, sums), **more}
+
+
+def global_norm(tree: Any) -> Array:
+    """√Σx² over all arrays of a tree."""
+    return jnp.sqrt(sum((jnp.square(x).sum() for x in jax.tree.leaves(tree)), jnp.zeros(())))
+
+
+def _no_sums(block_size: int) -> Sums:
+    zero, rows = jnp.zeros(()), jnp.zeros(block_size - 1)
+    return Sums(zero, zero, zero, rows, rows, zero, zero)
+
+
+def held_out(config: TrainConfig, target: Params, params: Params, batch: Batch) -> Sums:
+    """Sums over a batch [S, …] that is not learnt from, always with the same anchors."""
+    return part_sums(config, params, target, batch, jax.random.key(config.seed))[1]
+
+
+class Trainer:
+    """The step compiled for one configuration and mesh: sequences are split over the mesh's first axis.
+
+    `step(state, batch)` donates the state.  `target` is the frozen target's parameters in the dtype of compute.
+    """
+
+    def __init__(self, config: TrainConfig, target: Params, mesh: Mesh):
+        self.config, self.mesh = config, mesh
+        self.everywhere = NamedSharding(mesh, PartitionSpec())
+        self.target = jax.device_put(target, self.everywhere)
+        self._step = jax.jit(
+            functools.partial(train_step, config), donate_argnums=1, out_shardings=(self.everywhere, self.everywhere)
+        )
+        self._held_out = jax.jit(functools.partial(held_out, config), out_shardings=self.everywhere)
+
+    def step(self, state: TrainState, batch: Batch) -> tuple[TrainState, dict[str, Array]]:
+        """`train_step` of a batch [M, S, …] on the host."""
+        return self._step(self.target, state, self._dealt(batch, 1))
+
+    def held_out(self, params: Params, batch: Batch) -> dict[str, Array]:
+        """`metrics` of a batch [S, …] on the host."""
+        return metrics(self.config.loss, self._held_out(self.target, params, self._dealt(batch, 0)))
+
+    def _dealt(self, batch: Batch, axis: int) -> Batch:
+        """On the devices, axis `axis` of every array split."""
+        first = self.mesh.axis_names[0]
+        sequences, devices = batch.tokens.shape[axis], self.mesh.shape[first]
+        if sequences % devices:
+            raise UserError(f"{sequences} sequences cannot be split evenly over {devices} devices")
+        return jax.device_put(batch, NamedSharding(self.mesh, PartitionSpec(*[None] * axis, first)))
