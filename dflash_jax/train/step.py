@@ -146,14 +146,15 @@ class Trainer:
     `step(state, batch)` donates the state.  `target` is the frozen target's parameters in the dtype of compute.
     """
 
-    def __init__(self, config: TrainConfig, target: Params, mesh: Mesh):
+    def __init__(
+        self, config: TrainConfig, target: Params, mesh: Mesh, compiler_options: dict[str, Any] | None = None
+    ):
         self.config, self.mesh = config, mesh
         self.everywhere = NamedSharding(mesh, PartitionSpec())
         self.target = jax.device_put(target, self.everywhere)
-        self._step = jax.jit(
-            functools.partial(train_step, config), donate_argnums=1, out_shardings=(self.everywhere, self.everywhere)
-        )
-        self._held_out = jax.jit(functools.partial(held_out, config), out_shardings=self.everywhere)
+        jit = functools.partial(jax.jit, out_shardings=self.everywhere, compiler_options=compiler_options)
+        self._step = jit(functools.partial(train_step, config), donate_argnums=1)
+        self._held_out = jit(functools.partial(held_out, config))
 
     def step(self, state: TrainState, batch: Batch) -> tuple[TrainState, dict[str, Array]]:
         """`train_step` of a batch [M, S, …] on the host."""

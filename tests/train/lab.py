@@ -2,24 +2,36 @@
 
 from __future__ import annotations
 
+import dataclasses
 import functools
 from typing import Any
 
 import numpy as np
+from jax.sharding import Mesh
 from models import goldens
+from steps.lab import light_options
 
+from dflash_jax.params import Params
 from dflash_jax.train.blocks import Batch
 from dflash_jax.train.loss import LossConfig
-from dflash_jax.train.step import TrainConfig
+from dflash_jax.train.step import TrainConfig, Trainer
 
 
 def train_config(name: str, **changes: Any) -> TrainConfig:
-    """Float32, few anchors, small slices."""
+    """Float32, one draft layer, few anchors, small slices."""
     pair = goldens.pair(name)
+    draft = dataclasses.replace(
+        pair.draft, num_layers=1, windows=pair.draft.windows[:1], causal=pair.draft.causal[:1]
+    )
     base: dict[str, Any] = {
         "steps": 20, "anchors": 4, "dtype": "float32", "loss": LossConfig(slice_rows=1), "learning_rate": 3e-3,
     }  # fmt: skip
-    return TrainConfig(pair.target, pair.draft, **{**base, **changes})
+    return TrainConfig(pair.target, draft, **{**base, **changes})
+
+
+def trainer_of(config: TrainConfig, target: Params, mesh: Mesh) -> Trainer:
+    """Compiling dominates these tests; on CPU it takes half as long without LLVM's optimiser."""
+    return Trainer(config, target, mesh, light_options())
 
 
 @functools.cache

@@ -10,8 +10,8 @@ from models import goldens
 from dflash_jax.errors import UserError
 from dflash_jax.train.checkpoint import Checkpoints
 from dflash_jax.train.init import init_draft
-from dflash_jax.train.step import Trainer, data_mesh, init_state
-from train.lab import batches, train_config
+from dflash_jax.train.step import data_mesh, init_state
+from train.lab import batches, train_config, trainer_of
 
 NAME = "qwen3-v1"
 
@@ -21,7 +21,7 @@ def trained():
     """Trainer, a maker of first states, and six batches."""
     config = train_config(NAME)
     mesh = data_mesh(jax.devices()[:1])
-    trainer = Trainer(config, goldens.pair(NAME).target_params, mesh)
+    trainer = trainer_of(config, goldens.pair(NAME).target_params, mesh)
 
     def begin(seed: int = 1):
         return init_state(config, init_draft(config.draft, jax.random.key(seed)), mesh)

@@ -17,8 +17,8 @@ from dflash_jax.params import walk
 from dflash_jax.train.blocks import Batch
 from dflash_jax.train.init import init_draft
 from dflash_jax.train.loss import LossConfig
-from dflash_jax.train.step import TrainConfig, Trainer, data_mesh, init_state, optimizer, part_sums, schedule
-from train.lab import batches, train_config
+from dflash_jax.train.step import TrainConfig, data_mesh, init_state, optimizer, part_sums, schedule
+from train.lab import batches, train_config, trainer_of
 
 V1, V2 = "qwen3-v1", "llama-v2-window"
 close = functools.partial(np.testing.assert_allclose, atol=1e-5, rtol=1e-5)
@@ -27,7 +27,7 @@ close = functools.partial(np.testing.assert_allclose, atol=1e-5, rtol=1e-5)
 def run(config: TrainConfig, data: list[Batch], devices: int = 1, steps: int = 2):
     """Losses, and parameters after `steps` steps from the same start."""
     mesh = data_mesh(jax.devices()[:devices])
-    trainer = Trainer(config, goldens.pair(V1).target_params, mesh)
+    trainer = trainer_of(config, goldens.pair(V1).target_params, mesh)
     state = init_state(config, init_draft(config.draft, jax.random.key(1)), mesh)
     found = []
     for batch in data[:steps]:
@@ -71,8 +71,8 @@ def test_masters_stay_float32_under_bfloat16_compute():
     mesh = data_mesh(jax.devices()[:1])
     state = init_state(config, init_draft(config.draft, jax.random.key(1)), mesh)
     before = jax.device_get(state.params)
-    state, measured = Trainer(config, target, mesh).step(state, batches(config.target.vocab_size)[0])
-    state, measured = Trainer(config, target, mesh).step(state, batches(config.target.vocab_size)[1])
+    state, measured = trainer_of(config, target, mesh).step(state, batches(config.target.vocab_size)[0])
+    state, measured = trainer_of(config, target, mesh).step(state, batches(config.target.vocab_size)[1])
     assert {x.dtype for x in jax.tree.leaves(state.params)} == {np.dtype(np.float32)}
     exact, _ = run(train_config(V1), batches(config.target.vocab_size))
     close(measured["loss"], exact[1]["loss"], rtol=0.05)
@@ -122,7 +122,7 @@ def test_the_state_is_donated():
     config = train_config(V1)
     mesh = data_mesh(jax.devices()[:1])
     state = init_state(config, init_draft(config.draft, jax.random.key(1)), mesh)
-    Trainer(config, goldens.pair(V1).target_params, mesh).step(state, batches(config.target.vocab_size)[0])
+    trainer_of(config, goldens.pair(V1).target_params, mesh).step(state, batches(config.target.vocab_size)[0])
     assert all(x.is_deleted() for x in jax.tree.leaves(state.params))
 
 
