@@ -58,7 +58,8 @@ class Scored(NamedTuple):
 class Sums(NamedTuple):
     """Sums over rows of a step; those of parts of a step add up.  hits, rows float32 [B−1], all others scalars.
 
-    weight Σw, ce Σw·CE, selector Σw·CE of the selector; accepted: Σ over blocks of rows right from the first on.
+    weight Σw, ce Σw·CE, selector Σw·CE of the selector; blocks: those that the answer's end does not cut; accepted:
+    Σ over them of rows right from the first on.
     """
 
     weight: Array
@@ -162,10 +163,10 @@ def loss_sums(config: LossConfig, blocks: Blocks, scored: Scored) -> tuple[Array
         weights = jnp.where(rows, decay_weights(blocks.rows.shape[-1], config.gamma)[None, None], 0.0)
     ce, selector = (weights * scored.ce).sum(), (weights * scored.selector_ce).sum()
     hit = (scored.hit & rows).astype(jnp.float32)
-    counted = rows.astype(jnp.float32)
+    counted, whole = rows.astype(jnp.float32), rows.all(axis=-1).astype(jnp.float32)
     sums = Sums(
         weights.sum(), ce, selector, hit.sum(axis=(0, 1)), counted.sum(axis=(0, 1)),
-        jnp.cumprod(hit, axis=-1).sum(), rows.any(axis=-1).sum().astype(jnp.float32),
+        (jnp.cumprod(hit, axis=-1).sum(axis=-1) * whole).sum(), whole.sum(),
     )  # fmt: skip
     return ce + config.selector_weight * selector, jax.lax.stop_gradient(sums)
 
@@ -173,15 +174,14 @@ def loss_sums(config: LossConfig, blocks: Blocks, scored: Scored) -> tuple[Array
 def metrics(config: LossConfig, sums: Sums) -> dict[str, Any]:
     """loss, ce and selector_ce (weighted means), accuracy [B−1] of rows given right tokens before, accept_length.
 
-    accept_length is simulated: rows right from the first on, and the bonus token; blocks cut by the end count as they
-    are.
+    accept_length is simulated: rows right from the first on, and the bonus token, over whole blocks; NaN without any.
     """
-    weight, blocks, rows = (jnp.maximum(x, 1e-9) for x in (sums.weight, sums.blocks, sums.rows))
+    weight, rows = jnp.maximum(sums.weight, 1e-9), jnp.maximum(sums.rows, 1.0)
     ce, selector = sums.ce / weight, sums.selector / weight
     return {
         "loss": ce + config.selector_weight * selector,
         "ce": ce,
         "selector_ce": selector,
         "accuracy": sums.hits / rows,
-        "accept_length": 1.0 + sums.accepted / blocks,
+        "accept_length": 1.0 + sums.accepted / sums.blocks,
     }
