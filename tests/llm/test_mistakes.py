@@ -217,5 +217,5 @@ def test_files_that_are_not_what_they_are_called(tmp_path: Path) -> None:
 def test_a_tokenizer_that_is_not_json(tmp_path: Path) -> None:
     folder = _folder(tmp_path)
     (folder / "tokenizer.json").write_text("{", encoding="utf-8")
-    with pytest.raises(UserError, match=r"tokenizer\.json: not valid JSON"):
+    with pytest.raises(UserError, match=r"tokenizer\.json is not valid JSON"):
         LLM(str(folder), "none")
