@@ -452,6 +452,8 @@ def make_settings(target: str, draft: str, options: Mapping[str, Any]) -> Engine
     heat = options.get("draft_temperature")
     if heat is not None and options.get("draft_sampling") == "argmax":
         raise UserError(f"draft_temperature {heat} has no meaning with draft_sampling 'argmax'")
+    if heat is not None and draft == "none":
+        raise UserError(f"draft_temperature {heat} needs a draft, and draft is 'none'")
     return EngineSettings(target=str(target), draft=str(draft), **options)
 
 

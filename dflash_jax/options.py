@@ -155,8 +155,9 @@ def _check_place(args: argparse.Namespace) -> None:
 
 
 def _warn_of_idle(args: argparse.Namespace, params: SamplingParams) -> None:
-    idle = [name for name in ("top_p", "top_k", "min_p", "seed") if getattr(args, name) is not None]
-    if params.temperature == 0 and idle:
+    names = ("top_p", "top_k", "min_p", "seed", "draft_sampling", "draft_temperature")
+    idle = [name for name in names if getattr(args, name) is not None]
+    if params.greedy and idle:
         log.warning("%s without --temperature: decoding is greedy", " ".join(map(_option, idle)))
     if args.logprobs_mode is not None and params.logprobs is None:
         log.warning("--logprobs-mode without --logprobs: it changes nothing")

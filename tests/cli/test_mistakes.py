@@ -115,6 +115,10 @@ MISTAKES: list[tuple[list[Any], str]] = [
     ([*TARGET, "--draft", TARGET[1], *IDS, "--speculation", "never"], "is not a draft that this version knows"),
     ([*BOTH, *IDS, "--draft-sampling", "gumbel"], "argument --draft-sampling: invalid choice: 'gumbel' (choose from "),
     ([*BOTH, *IDS, "--draft-temperature", "0"], "draft_temperature must be a number above 0, not 0.0"),
+    (
+        [*TARGET, *IDS, "--draft", "none", "--draft-temperature", "0.5"],
+        "draft_temperature 0.5 needs a draft, and draft is 'none'",
+    ),
     ([*BOTH, *IDS, "--draft-temperature", "nan"], "draft_temperature must be a number above 0, not nan"),
     (
         [*BOTH, *IDS, "--draft-temperature", "0.5", "--draft-sampling", "argmax"],

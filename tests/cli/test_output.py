@@ -135,6 +135,8 @@ def test_options_that_have_no_effect_are_named(cli: Cli, pair: list[str]) -> Non
     err = cli(*pair, *known(2), "--top-p", 0.5, "--seed", 1).err
     assert err.splitlines()[0] == "--top-p --seed without --temperature: decoding is greedy"
     assert "without" not in cli(*pair, *known(2), "--top-p", 0.5, "--seed", 1, "--temperature", 0.1).err
+    err = cli(*pair, *known(2), "--draft-temperature", 0.5, "--seed", 1, "--temperature", 1e-7).err
+    assert err.splitlines()[0] == "--seed --draft-temperature without --temperature: decoding is greedy"
 
 
 SAMPLES = ["--temperature", 0.7, "--seed", 5, "--max-new-tokens", 9, "--n", 3, "--max-running-requests", 2]
