@@ -19,7 +19,6 @@ from dflash_jax.steps import Admission, PrefillBatch
 
 SMALLEST_PREFILL = 16
 MODES = (GREEDY, SAMPLE, FILTER)  # each serves what the ones before it do
-LOGPROBS = (0, 5, MAX_LOGPROBS)  # alternatives that steps are compiled for
 INT32_MAX = 2**31 - 1  # more than any vocabulary or context
 FLOAT32_SAFE = 1e30  # what is beyond this, or below its inverse, acts no otherwise, but would overflow in a product
 
@@ -109,18 +108,20 @@ def needs_of(params: object) -> Needs:
 
 
 def _alternatives(asked: int | None) -> int | None:
-    return None if asked is None else next(n for n in LOGPROBS if n >= asked)
+    """One number for whatever is asked: more alternatives cost next to nothing, another compiled step costs seconds."""
+    return None if asked is None else MAX_LOGPROBS
 
 
 def combined(needs: Iterable[Needs]) -> Needs:
-    """What serves all of them."""
+    """What serves all of them, of few kinds: each is compiled anew for every bucket, and a process holds so many."""
     listed = list(needs)
-    return Needs(
-        max((one.mode for one in listed), key=MODES.index, default=GREEDY),
-        any(one.edits for one in listed),
-        max((one.logprobs for one in listed if one.logprobs is not None), default=None),
-        max((one.prompt_logprobs for one in listed if one.prompt_logprobs is not None), default=None),
-    )
+    mode = max((one.mode for one in listed), key=MODES.index, default=GREEDY)
+    edits = any(one.edits for one in listed)
+    logprobs = max((one.logprobs for one in listed if one.logprobs is not None), default=None)
+    after = max((one.prompt_logprobs for one in listed if one.prompt_logprobs is not None), default=None)
+    if mode == SAMPLE and (edits or logprobs is not None):
+        mode = FILTER  # which does what SAMPLE does, a little slower
+    return Needs(mode, edits, logprobs, after)
 
 
 def edit_row(arrival: Arrival, vocab_size: int) -> EditRows:

@@ -72,9 +72,9 @@ def test_what_a_request_needs_of_a_step():
     assert needs_of(sample) == Needs(SAMPLE)
     assert needs_of(nucleus) == needs_of(SamplingParams(temperature=1.0, top_k=1)) == Needs(FILTER)
     biased, watched = SamplingParams(logit_bias={3: 1.0}), SamplingParams(logprobs=3, prompt_logprobs=0)
-    assert needs_of(biased) == Needs(edits=True) and needs_of(watched) == Needs(logprobs=5, prompt_logprobs=0)
+    assert needs_of(biased) == Needs(edits=True) and needs_of(watched) == Needs(logprobs=20, prompt_logprobs=20)
     both = combined(map(needs_of, (sample, biased, SamplingParams(logprobs=0), watched)))
-    assert both == Needs(SAMPLE, edits=True, logprobs=5, prompt_logprobs=0)
+    assert both == Needs(FILTER, edits=True, logprobs=20, prompt_logprobs=20)
     assert combined([]) == Needs()
 
 
