@@ -135,8 +135,8 @@ class Job:
     def abort(self) -> None:
         if self.request is None:
             self._dropped = True
-        elif not self.request.finished:
-            self._engine.abort(self.request.request_id)
+        else:
+            self._engine.abort_request(self.request)
 
     def _on_tokens(self, request: Request, tokens: Sequence[int]) -> bool:
         """Engine callback: True when a stop text is complete; tokens after it are taken back."""

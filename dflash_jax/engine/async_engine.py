@@ -63,7 +63,8 @@ class AsyncEngine:
                 if update.finish_reason is not None:
                     return
         finally:
-            self.abort(request.request_id)  # which an ended request does not mind
+            self.engine.abort_request(request)  # which an ended request does not mind
+            self._wanted.set()
 
     def abort(self, request_id: str) -> bool:
         """End a request with reason "abort", at the next step; False if no unfinished one has that id."""

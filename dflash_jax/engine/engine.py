@@ -156,9 +156,13 @@ class Engine:
     def abort(self, request_id: str) -> bool:
         """End a request with reason "abort", at the next step; False if no unfinished one has that id."""
         client = self._clients.get(request_id)  # without the lock: a garbage collection may come here at any point
-        if client is None:
+        return client is not None and self.abort_request(client.request)
+
+    def abort_request(self, request: Request) -> bool:
+        """`abort` for this one, and not for a later request that was given its id."""
+        if request.finished:
             return False
-        self._inbox.append((self._take_out, client.request))
+        self._inbox.append((self._take_out, request))
         return True
 
     def abort_all(self) -> None:
@@ -364,7 +368,7 @@ class GeneratedTokens(Iterator[Update]):
         """Abort the request unless it has ended."""
         if not self._ended:
             self._ended = True
-            self._engine.abort(self.request.request_id)
+            self._engine.abort_request(self.request)
 
     def __del__(self) -> None:
         if hasattr(self, "request"):  # it was submitted

@@ -95,6 +95,21 @@ def test_leaving_the_loop_aborts():
     run_async(main)
 
 
+def test_a_slow_reader_does_not_abort_who_has_its_id_by_then():
+    async def main(engine: AsyncEngine) -> None:
+        slow = engine.generate([1], params([1], 9), request_id="x")
+        await anext(slow)
+        while engine.engine._clients:
+            await asyncio.sleep(0.001)
+        hold_back(engine)
+        fast = engine.generate([2], params([2], 9), request_id="x")
+        await anext(fast)
+        await slow.aclose()
+        assert (await collect(fast))[-1].finish_reason == "length"
+
+    run_async(main)
+
+
 def test_abort_by_id_ends_the_stream():
     async def main(engine: AsyncEngine) -> None:
         hold_back(engine)

@@ -150,6 +150,17 @@ def test_leaving_a_stream_aborts_its_request():
     assert [request.finish_reason for request in requests] == ["abort"] * 3
 
 
+def test_leaving_a_stream_that_has_ended_does_not_abort_who_has_its_id_now():
+    engine = make_engine()
+    stream = engine.generate([1], params([1], 3), request_id="x")
+    settle(engine)  # its last update is not read yet
+    next_one = engine.add_request([2], params([2], 9), request_id="x")
+    engine.step()
+    stream.close()
+    settle(engine)
+    assert next_one.output_ids == truth([2], 9) and next_one.finish_reason == "length"
+
+
 # -- errors ------------------------------------------------------------------------------------------------------------
 
 
