@@ -8,6 +8,8 @@ from typing import Any
 import jax
 import numpy as np
 import pytest
+from models import goldens
+from steps.lab import Lab, Request, Run, drafter_of
 
 from dflash_jax.config import read_draft
 from dflash_jax.drafters import DFlashDrafter, Weights
@@ -17,8 +19,6 @@ from dflash_jax.train.export import draft_json, export_draft
 from dflash_jax.train.init import init_draft
 from dflash_jax.train.loss import LossConfig
 from dflash_jax.train.step import TrainConfig, data_mesh, init_state
-from models import goldens
-from steps.lab import Lab, Request, Run, drafter_of
 from train.lab import trainer_of
 
 NAME, PROMPT, NEW, BLOCK = "x-v2-one-layer", 6, 48, 8
