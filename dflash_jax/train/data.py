@@ -6,6 +6,7 @@ Token ids throughout: what stands before a turn (the chat template's headers) co
 from __future__ import annotations
 
 import dataclasses
+import functools
 import os
 from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
@@ -206,6 +207,10 @@ def _numbers(first: int, count: int, size: int, seed: int) -> list[int]:
     found: list[int] = []
     while len(found) < count:
         epoch, at = divmod(first + len(found), size)
-        order = np.random.default_rng((seed, epoch)).permutation(size)
-        found += order[at : at + count - len(found)].tolist()
+        found += _order(seed, epoch, size)[at : at + count - len(found)].tolist()
     return found
+
+
+@functools.lru_cache(maxsize=2)
+def _order(seed: int, epoch: int, size: int) -> np.ndarray:
+    return np.random.default_rng((seed, epoch)).permutation(size)

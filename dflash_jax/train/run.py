@@ -1,0 +1,130 @@
+"""A whole training run in one folder: data/, checkpoints/, metrics.jsonl and draft/."""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from tqdm import tqdm
+
+from dflash_jax.config import read_draft
+from dflash_jax.demo import demo_target_path
+from dflash_jax.engine.engine import Engine
+from dflash_jax.engine.settings import EngineSettings
+from dflash_jax.errors import UserError
+from dflash_jax.sharding import make_mesh
+from dflash_jax.train.checkpoint import Checkpoints
+from dflash_jax.train.data import Conversation, batch_at, engine_writer, load_shards, stacked, write_shards
+from dflash_jax.train.export import export_draft
+from dflash_jax.train.init import init_draft
+from dflash_jax.train.recipe import Recipe
+from dflash_jax.train.step import Trainer, TrainState, data_mesh, init_state
+from dflash_jax.weights import TargetCheckpoint, load_target, open_target
+
+DATA, CHECKPOINTS, METRICS, DRAFT = "data", "checkpoints", "metrics.jsonl", "draft"
+
+
+def write_data(recipe: Recipe, folder: Path) -> None:
+    """The recipe's shards, those that are missing."""
+    data = recipe.data
+    longest = len(data.user_ids) + data.max_user_tokens + len(data.turn_ids) + data.max_answer_tokens
+    settings = EngineSettings(
+        target_name(recipe), max_model_len=longest, max_running_requests=data.requests, dtype="auto", progress=True
+    )
+    write_shards(data, folder / DATA, engine_writer(Engine(settings), data.stop_ids))
+
+
+def target_name(recipe: Recipe) -> str:
+    return str(demo_target_path()) if recipe.target == "demo" else recipe.target
+
+
+class Run:
+    """Trainer, data and state of a run; `train` goes on from where the folder's checkpoints are."""
+
+    def __init__(self, recipe: Recipe, folder: Path, devices: Sequence[Any] | None = None):
+        self.recipe, self.folder = recipe, folder
+        self.learn, self.held_out = load_shards(folder / DATA)
+        opened: TargetCheckpoint = open_target(target_name(recipe))
+        self.target = opened.config
+        self.raw = recipe.draft.json(opened.config)
+        self.config = recipe.train.config(opened.config, read_draft("the recipe's draft", self.raw, opened.config))
+        params = load_target(opened, jnp.dtype(self.config.dtype), make_mesh(), progress=True)
+        mesh = data_mesh(devices)
+        self.trainer = Trainer(self.config, params, mesh)
+        self.state = init_state(self.config, init_draft(self.config.draft, jax.random.key(self.config.seed)), mesh)
+
+    def train(self, stop_at: int | None = None) -> TrainState:
+        """Steps up to the recipe's, or `stop_at`; then the draft is exported."""
+        plan, end = self.recipe.train, min(stop_at or self.config.steps, self.config.steps)
+        with Checkpoints(self.folder / CHECKPOINTS, self._identity()) as kept:
+            if kept.newest is not None:
+                self.state = kept.restore(self.state)
+            first = int(self.state.step)
+            self._forget_metrics(first)
+            with tqdm(total=end, initial=first, desc="training", unit="step", disable=None) as bar:
+                for step in range(first, end):
+                    self._step(step, bar, last=step + 1 == end)
+                    if (step + 1) % plan.save_every == 0 or step + 1 == end:
+                        kept.save(self.state)
+        export_draft(self.folder / DRAFT, self.raw, self.target, jax.device_get(self.state.params))
+        return self.state
+
+    def _identity(self) -> dict[str, Any]:
+        """What a checkpoint must agree with; how often to log and save may change."""
+        free = ("log_every", "save_every")
+        found = dataclasses.asdict(self.recipe) | {"texts": [len(self.learn), len(self.held_out)]}
+        found["train"] = {key: value for key, value in found["train"].items() if key not in free}
+        return json.loads(json.dumps(found))
+
+    def _step(self, step: int, bar: Any, last: bool) -> None:
+        plan = self.recipe.train
+        batch = batch_at(step, self.learn, plan.parts, plan.sequences, plan.length, plan.seed)
+        self.state, measured = self.trainer.step(self.state, batch)
+        bar.update()
+        if (step + 1) % plan.log_every == 0 or last:
+            found = plainly(measured)
+            bar.set_postfix(loss=f"{found['loss']:.3f}", accept=f"{found['accept_length']:.2f}")
+            self._log({"step": step + 1, **found})
+        if self.held_out and ((step + 1) % plan.save_every == 0 or last):
+            self._log({"step": step + 1, "held_out": self.measure(self.held_out)})
+
+    def measure(self, texts: Sequence[Conversation]) -> dict[str, Any]:
+        """Mean metrics of texts that are not learnt from: of as many as fill whole batches, at most 16."""
+        plan = self.recipe.train
+        size = plan.sequences
+        many = [*texts, *texts[: -len(texts) % size]] if len(texts) >= size else (list(texts) * size)[:size]
+        found = [
+            self.trainer.held_out(self.state.params, stacked(many[i : i + size], plan.length, (size,)))
+            for i in range(0, min(len(many), 16 * size), size)
+        ]
+        return jax.tree.map(lambda *x: np.mean(x, axis=0).tolist(), *map(plainly, found))
+
+    def _log(self, line: dict[str, Any]) -> None:
+        with (self.folder / METRICS).open("a", encoding="utf-8") as file:
+            file.write(json.dumps(line) + "\n")
+
+    def _forget_metrics(self, step: int) -> None:
+        """Lines of steps after the checkpoint will come again."""
+        path = self.folder / METRICS
+        if path.exists():
+            lines = [line for line in path.read_text().splitlines(keepends=True) if json.loads(line)["step"] <= step]
+            path.write_text("".join(lines))
+
+
+def plainly(measured: dict[str, Any]) -> dict[str, Any]:
+    """Metrics as numbers and lists."""
+    return {name: np.asarray(value).tolist() for name, value in jax.device_get(measured).items()}
+
+
+def check_folder(folder: Path) -> None:
+    if folder.exists() and not folder.is_dir():
+        raise UserError(f"{folder} is a file, and a run needs a folder")
+
+
+__all__ = ["Run", "check_folder", "plainly", "write_data"]
