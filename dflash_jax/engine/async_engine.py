@@ -7,7 +7,7 @@ import atexit
 import logging
 import threading
 from collections import deque
-from collections.abc import AsyncIterator, Sequence
+from collections.abc import AsyncGenerator, Sequence
 from typing import Any
 
 from dflash_jax.engine.engine import Engine, EngineStopped
@@ -41,7 +41,7 @@ class AsyncEngine:
 
     async def generate(
         self, prompt_ids: Sequence[int], params: SamplingParams | None = None, **options: Any
-    ) -> AsyncIterator[Update]:
+    ) -> AsyncGenerator[Update, None]:
         """The updates of one request; the last has a `finish_reason`.  `options` are those of `Engine.add_request`.
 
         UserError for a bad request; what its `on_tokens` raised; EngineStopped.
