@@ -78,7 +78,8 @@ class Run:
     def _identity(self) -> dict[str, Any]:
         """What a checkpoint must agree with; how often to log and save may change."""
         free = ("log_every", "save_every")
-        found = dataclasses.asdict(self.recipe) | {"texts": [len(self.learn), len(self.held_out)]}
+        found: dict[str, Any] = dataclasses.asdict(self.recipe)
+        found["texts"] = [len(self.learn), len(self.held_out)]
         found["train"] = {key: value for key, value in found["train"].items() if key not in free}
         return json.loads(json.dumps(found))
 
