@@ -134,3 +134,13 @@ def test_dpace_is_a_weighting_of_the_same_step():
     (dpace,), _ = run(dataclasses.replace(config, loss=LossConfig("dpace", slice_rows=1)), data, steps=1)
     close(decay["accuracy"], dpace["accuracy"])
     assert abs(decay["loss"] - dpace["loss"]) > 1e-4
+
+
+def test_each_step_draws_its_own_anchors():
+    """With nothing learnt between, the same sequences measure differently; answers are longer than the anchors."""
+    config = train_config(V1, learning_rate=0.0)
+    batch = batches(config.target.vocab_size)[0]
+    (first, second), _ = run(config, [batch, batch])
+    assert first["loss"] != second["loss"]
+    (again, _), _ = run(config, [batch, batch])
+    assert again["loss"] == first["loss"]
