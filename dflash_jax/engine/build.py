@@ -75,12 +75,25 @@ def make_runner(loaded: Loaded, settings: EngineSettings) -> DeviceRunner:
         loaded.config, loaded.drafter, sizes.page_size, kernels, settings.draft_sampling, settings.draft_temperature,
         settings.logprobs_mode,
     )  # fmt: skip
-    kv = make_pool(loaded.config, sizes.num_pages, sizes.page_size, loaded.dtype, loaded.mesh)
-    draft = loaded.drafter.init_cache(sizes.num_pages, sizes.page_size, loaded.dtype, loaded.mesh)
-    state = on_mesh(init_state(sizes.num_slots, sizes.pages_per_slot, kv, draft, loaded.config.vocab_size), loaded.mesh)
-    runner = DeviceRunner(Steps(config), loaded.weights, state, sizes)
+    runner = DeviceRunner(Steps(config), loaded.weights, make_state(loaded, sizes), sizes)
     log.info("%s; %d pages of %d tokens", runner.memory, sizes.num_pages - 1, sizes.page_size)
     return runner
+
+
+def make_state(loaded: Loaded, sizes: RunnerSizes) -> DecodeState:
+    """Pools and slots; UserError where the memory does not suffice."""
+    try:
+        kv = make_pool(loaded.config, sizes.num_pages, sizes.page_size, loaded.dtype, loaded.mesh)
+        draft = loaded.drafter.init_cache(sizes.num_pages, sizes.page_size, loaded.dtype, loaded.mesh)
+        state = init_state(sizes.num_slots, sizes.pages_per_slot, kv, draft, loaded.config.vocab_size)
+        return on_mesh(state, loaded.mesh)
+    except jax.errors.JaxRuntimeError as error:
+        if "RESOURCE_EXHAUSTED" not in str(error):
+            raise
+        raise UserError(
+            f"there is no memory for {sizes.num_pages} pages of {sizes.page_size} tokens and {sizes.num_slots} requests:"
+            " lower kv_cache_bytes or max_running_requests"
+        ) from error
 
 
 def on_mesh(state: DecodeState, mesh: Mesh) -> DecodeState:
@@ -105,6 +118,8 @@ def plan_sizes(loaded: Loaded, settings: EngineSettings) -> RunnerSizes:
             f"kv_cache_bytes {budget} holds {max(fit, 0)} pages of {settings.page_size} tokens ({per_page} bytes each),"
             f" and max_model_len {longest} needs {want}: raise kv_cache_bytes or lower max_model_len"
         )
+    if longest > loaded.config.max_position:
+        log.warning("max_model_len: %d, though the model is made for %d", longest, loaded.config.max_position)
     per_slot = min(want, fit)
     if fit < want:
         log.info("max_model_len: %d of the model's %d (what the KV pool holds)", per_slot * settings.page_size, longest)

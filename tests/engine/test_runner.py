@@ -144,6 +144,29 @@ def test_without_a_length_the_pool_decides(caplog):
     assert got.pages_per_slot == 8 and "max_model_len: 128 of the model's 256" in caplog.text
 
 
+def test_a_length_that_the_model_was_not_made_for_is_told(caplog):
+    assert sizes_for(max_model_len=256).pages_per_slot == 16 and not caplog.text
+    assert sizes_for(max_model_len=512).pages_per_slot == 32
+    assert "max_model_len: 512, though the model is made for 256" in caplog.text
+
+
+def test_too_little_memory_for_the_pools_is_a_sentence(monkeypatch):
+    loaded, sizes = open_device(V2).loaded, sizes_for(max_model_len=64, max_running_requests=3)
+
+    def raising(text):
+        def fail(*args):
+            raise jax.errors.JaxRuntimeError(text)
+
+        return fail
+
+    monkeypatch.setattr(build, "make_pool", raising("RESOURCE_EXHAUSTED: Out of memory allocating 9 bytes."))
+    with pytest.raises(UserError, match="no memory for 13 pages of 16 tokens and 3 requests: lower kv_cache_bytes or"):
+        build.make_state(loaded, sizes)
+    monkeypatch.setattr(build, "make_pool", raising("INTERNAL: lost"))
+    with pytest.raises(jax.errors.JaxRuntimeError, match="lost"):
+        build.make_state(loaded, sizes)
+
+
 def test_the_default_budget_is_a_share_of_what_is_free(monkeypatch):
     loaded = open_device(V2).loaded
     assert build.default_kv_bytes(loaded) == build.CPU_KV_CACHE_BYTES
