@@ -91,7 +91,7 @@ def make_state(loaded: Loaded, sizes: RunnerSizes) -> DecodeState:
         if "RESOURCE_EXHAUSTED" not in str(error):
             raise
         raise UserError(
-            f"there is no memory for {sizes.num_pages} pages of {sizes.page_size} tokens and {sizes.num_slots} requests:"
+            f"no memory for {sizes.num_pages} pages of {sizes.page_size} tokens and {sizes.num_slots} requests:"
             " lower kv_cache_bytes or max_running_requests"
         ) from error
 
