@@ -34,7 +34,7 @@ class DataConfig:
     """What is written.
 
     user_ids: tokens before a user's turn; turn_ids: between its stop token and the answer; stop_ids end a turn.
-    conversations are tried, and those that do not end, loop or repeat another are left out.
+    conversations are tried; those whose user's turn does not end or repeats another's, or that loop, are left out.
     """
 
     user_ids: tuple[int, ...]
@@ -98,8 +98,8 @@ def converse(config: DataConfig, numbers: Sequence[int], write: Writer) -> list[
     answers = write(prompts, [_answer_params(config, n) for n in kept])
     return [
         Conversation(prompt + answer, len(prompt), n % HELD_OUT_EVERY == HELD_OUT_EVERY - 1)
-        for n, prompt, (answer, ended) in zip(kept, prompts, answers, strict=True)
-        if ended and is_fit(answer, config.min_answer_tokens)
+        for n, prompt, (answer, _) in zip(kept, prompts, answers, strict=True)  # one cut by the limit is as good
+        if is_fit(answer, config.min_answer_tokens)
     ]
 
 

@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
-from safetensors.numpy import save_file
+from safetensors.numpy import save
 
 from dflash_jax.config import DraftConfig, TargetConfig, read_draft
 from dflash_jax.params import Params
@@ -26,7 +26,8 @@ def export_draft(
     config = read_draft(str(folder / "config.json"), raw, target)
     tensors = draft_tensors(config, params, np.dtype(dtype))
     folder.mkdir(parents=True, exist_ok=True)
-    save_file(tensors, folder / SINGLE, metadata={"format": "pt"})  # transformers refuses a file that does not say so
+    # transformers refuses a file that does not say "pt"; `save_file` would let nobody else read it
+    (folder / SINGLE).write_bytes(save(tensors, metadata={"format": "pt"}))
     text = json.dumps({**raw, "dtype": np.dtype(dtype).name}, indent=2, sort_keys=True)
     (folder / "config.json").write_text(text + "\n", encoding="utf-8")
 
