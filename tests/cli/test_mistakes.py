@@ -161,7 +161,6 @@ SHAPES: list[tuple[list[str], str]] = [
     (["--regex", "€"], "structured output: regex '€' cannot be used: "),
     (["--grammar", "start: a"], "structured output: grammar 'start: a' cannot be used: "),
     (["--json-schema", '{"type": "unknown"}'], 'structured output: json \'{"type": "unknown"}\' cannot be used: '),
-    (["--regex", "hi(€)"], "the prompt: structured output after 2 tokens: "),  # as far as the vocabulary goes
 ]
 
 
@@ -169,6 +168,14 @@ SHAPES: list[tuple[list[str], str]] = [
 def test_shapes_that_cannot_be_had(cli: Cli, pair: list[str], argv: list[str], message: str) -> None:
     error = cli(*pair, "hi", *argv, "--json").error
     assert error.startswith(message) and len(error) > len(message)
+
+
+def test_a_shape_that_the_vocabulary_cannot_fill_ends_its_prompt(cli: Cli, pair: list[str]) -> None:
+    """As far as it goes it is shown, with the reason behind it."""
+    found = cli(*pair, "hi", "--regex", "hi(€)", "--json")
+    assert found.code == 2 and found.objects[0]["text"] == "hi"
+    assert found.objects[0]["finish_reason"] == "abort"
+    assert "error: the prompt had to be given up: structured output after 2 tokens: " in found.err
 
 
 def test_files_of_shapes_that_cannot_be_read(cli: Cli, tmp_path: Path) -> None:
