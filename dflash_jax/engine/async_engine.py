@@ -121,7 +121,7 @@ class Posts:
     def __init__(self, loop: asyncio.AbstractEventLoop):
         self.loop = loop
         self._gathered: deque[tuple[asyncio.Queue[Update], Update]] = deque()
-        self._lock = threading.Lock()
+        self._lock = threading.RLock()  # reentrant as the engine's is
         self._due = False
 
     def post(self, inbox: asyncio.Queue[Update], update: Update) -> None:

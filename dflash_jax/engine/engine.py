@@ -92,7 +92,9 @@ class Engine:
         )
         self._names = itertools.count()
         self._turn = Turn()
-        self._lock = threading.Lock()  # for the three below; held for moments only
+        # For the three below; held for moments only.  Reentrant: a garbage collection within may end a stream, which
+        # steps the engine once more (`LLM.serve`).
+        self._lock = threading.RLock()
         self._clients: dict[str, Client] = {}
         self._inbox: deque[tuple[Take, Request]] = deque()
         self._failure: BaseException | None = None
@@ -149,13 +151,14 @@ class Engine:
             self._check_alive()
             if request.request_id in self._clients:
                 raise UserError(f"request id {request.request_id!r} is in use by a request that has not finished")
-            self._inbox.append((self._take_in, request))
             self._clients[request.request_id] = Client(request, on_tokens, on_update)
+            self._inbox.append((self._take_in, request))  # last: from now on a step may tell the client
         return request
 
     def abort(self, request_id: str) -> bool:
         """End a request with reason "abort", at the next step; False if no unfinished one has that id."""
-        client = self._clients.get(request_id)  # without the lock: a garbage collection may come here at any point
+        with self._lock:  # so that the request is in the inbox before its abort
+            client = self._clients.get(request_id)
         return client is not None and self.abort_request(client.request)
 
     def abort_request(self, request: Request) -> bool:

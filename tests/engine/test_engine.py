@@ -13,7 +13,8 @@ from typing import Any
 import pytest
 
 from dflash_jax import EngineStopped, UserError
-from dflash_jax.engine.engine import Engine, GeneratedTokens
+from dflash_jax.engine import engine as engine_module
+from dflash_jax.engine.engine import Client, Engine, GeneratedTokens
 from dflash_jax.engine.loop import Update
 from dflash_jax.engine.turn import Turn
 
@@ -159,6 +160,33 @@ def test_leaving_a_stream_that_has_ended_does_not_abort_who_has_its_id_now():
     stream.close()
     settle(engine)
     assert next_one.output_ids == truth([2], 9) and next_one.finish_reason == "length"
+
+
+def test_a_stream_that_the_garbage_collector_ends_may_step_in_the_middle_of_a_submission(monkeypatch):
+    """As that of `LLM.stream` does, wherever a collection happens to come."""
+    engine, steps = make_engine(overlap=False), []
+
+    class Stream:
+        def __del__(self) -> None:
+            engine.advance()
+            steps.append(engine.metrics().num_requests_running)
+
+    def collected(*fields: Any) -> Client:
+        stream = Stream()
+        stream.itself = stream  # type: ignore[attr-defined]
+        del stream
+        gc.collect()
+        return Client(*fields)
+
+    running = engine.add_request([1], params([1], 30))
+    engine.step()
+    monkeypatch.setattr(engine_module, "Client", collected)
+    submitter = threading.Thread(target=engine.add_request, args=([2], params([2], 5)), daemon=True)
+    submitter.start()
+    submitter.join(20)
+    assert not submitter.is_alive() and steps == [1]
+    settle(engine)
+    assert running.output_ids == truth([1], 30)
 
 
 # -- errors ------------------------------------------------------------------------------------------------------------
