@@ -90,12 +90,11 @@ def _smallest_kept(z: Array, rows: SamplingRows) -> Array:
     """
     if z.shape[-1] <= GROUPS * GROUP:
         return _search(z, z, rows).smallest
-    likeliest = _likeliest(z)
-    found = _search(likeliest.values, z, rows, likeliest.floor)
-    top_k, top_p = rows.top_k[:, None], rows.top_p[:, None]
-    known = ((top_k == 0) | (found.after_k > likeliest.floor)) & ((top_p >= 1) | (found.smallest > likeliest.floor))
-    whole = functools.partial(_search, z, z, rows)
-    return jax.lax.cond((known | _is_greedy(rows)).all(), lambda: found.smallest, lambda: whole().smallest)
+    likeliest, found, known = _search_likeliest(z, rows)
+    known &= (rows.top_p >= 1)[:, None] | (found.smallest > likeliest.floor)
+    return jax.lax.cond(
+        (known | _is_greedy(rows)).all(), lambda: found.smallest, lambda: _search(z, z, rows).smallest
+    )
 
 
 class _Likeliest(NamedTuple):
@@ -127,6 +126,16 @@ class _Found(NamedTuple):
 
     after_k: Array
     smallest: Array
+
+
+def _search_likeliest(z: Array, rows: SamplingRows) -> tuple[_Likeliest, _Found, Array]:
+    """The likeliest of z [S, B, V], what a search among them finds, and bool [S, B]: is that right for top-k?
+
+    For top-p it then is where `smallest` is above the floor.
+    """
+    likeliest = _likeliest(z)
+    found = _search(likeliest.values, z, rows, likeliest.floor)
+    return likeliest, found, (rows.top_k == 0)[:, None] | (found.after_k > likeliest.floor)
 
 
 def _search(candidates: Array, z: Array, rows: SamplingRows, floor: Array | None = None) -> _Found:
@@ -224,9 +233,8 @@ def sample_tokens(
         return first_largest(_with_noise(z, rows, positions, tokens))
     if z.shape[-1] <= GROUPS * GROUP or ids is not None:
         return first_largest(_with_noise(_filtered(z, _smallest_kept(z, rows), rows), rows, positions, tokens))
-    likeliest = _likeliest(z)
-    found = _search(likeliest.values, z, rows, likeliest.floor)
-    inside = ((rows.top_k == 0)[:, None] | (found.after_k > likeliest.floor)) & (found.smallest > likeliest.floor)
+    likeliest, found, known = _search_likeliest(z, rows)
+    inside = known & (found.smallest > likeliest.floor)
 
     def among_likeliest() -> Array:
         noisy = _with_noise(_filtered(likeliest.values, found.smallest, rows), rows, positions, likeliest.ids)
