@@ -10,8 +10,6 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-import numpy as np
-
 from dflash_jax.engine.metrics import EngineMetrics, MetricsRecorder
 from dflash_jax.engine.protocol import Masked, Pending, PrefillRow, RowResult, Runner
 from dflash_jax.engine.request import Request
@@ -218,14 +216,9 @@ class Loop:
         """Give a round its masks, if it waits for them, while the device verifies it."""
         if launch is None or launch.masked is None:
             return
-        grammars = [row.request.grammar for row in launch.rows]
-        width = next(grammar.width for grammar in grammars if grammar)
-        allowed = np.full((len(launch.rows), launch.block_size, width), 0xFFFFFFFF, np.uint32)
-        for i, (row, block) in enumerate(zip(launch.rows, launch.masked.blocks(), strict=True)):
-            masks = None if row.seat.closed else self._masks(row.request, block[1:])
-            if masks is not None:
-                allowed[i] = masks
-        launch.pending, launch.masked = launch.masked.accept(allowed), None
+        blocks = zip(launch.rows, launch.masked.blocks(), strict=True)
+        masks = [None if row.seat.closed else self._masks(row.request, block[1:]) for row, block in blocks]
+        launch.pending, launch.masked = launch.masked.accept(masks), None
 
     def _masks(self, request: Request, drafts: Sequence[int]) -> Any:
         """What the request's grammar allows before, between and after these; None if it has none, or fails."""

@@ -181,17 +181,20 @@ def prefill_batch(rows: Sequence[PrefillRow], size: int, width: int, spare_slot:
         int32([row.start for row in rows]),
         int32([len(row.tokens) for row in rows]),
         array([row.last for row in rows], bool),
-        allowed=_masks([row.allowed for row in rows]),
+        allowed=all_masks([row.allowed for row in rows]),
         after=int32([row.after for row in rows]),
     )
 
 
-def _masks(masks: Sequence[Any]) -> Any:
-    """uint32 [len(masks), width] where any row has a mask; the others allow everything."""
-    given = next((mask for mask in masks if mask is not None), None)
-    if given is None:
+def all_masks(masks: Sequence[Any], shape: tuple[int, ...] | None = None) -> Any:
+    """uint32 [len(masks), …] of masks of one `shape`, where None allows everything.
+
+    Without a shape it is that of those given; None where none is.
+    """
+    shape = shape or next((mask.shape for mask in masks if mask is not None), None)
+    if shape is None:
         return None
-    everything = np.full_like(given, 0xFFFFFFFF)
+    everything = np.full(shape, 0xFFFFFFFF, np.uint32)
     return np.stack([everything if mask is None else mask for mask in masks])
 
 

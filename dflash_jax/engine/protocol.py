@@ -72,8 +72,8 @@ class Masked(Protocol):
         """Wait for the drafts; for each row of the launch [bonus, drafts]."""
         ...
 
-    def accept(self, allowed: Any) -> Pending:
-        """Go on with masks uint32 [rows, B, ⌈V / 32⌉], bit v of row k: token v may follow draft k."""
+    def accept(self, masks: Sequence[Any]) -> Pending:
+        """Go on with uint32 [B, ⌈V / 32⌉] for each row, bit v of k: token v may follow draft k (None: any may)."""
         ...
 
 
@@ -153,13 +153,8 @@ class Grammar(Protocol):
     Both methods raise GrammarError where the grammar cannot be followed any further; only this request is to blame.
     """
 
-    @property
-    def width(self) -> int:
-        """Words of a row: V / 32, rounded up."""
-        ...
-
     def masks(self, drafts: Sequence[int]) -> np.ndarray:
-        """uint32 [len(drafts) + 1, width]: row k is what may come after the tokens so far and drafts[:k].
+        """uint32 [len(drafts) + 1, ⌈V / 32⌉]: row k is what may come after the tokens so far and drafts[:k].
 
         Rows after a draft that is not allowed allow every id. Once the text is complete only end-of-text ids are
         allowed; where it may end they are allowed beside the others. The state stays as it was.

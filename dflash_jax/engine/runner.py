@@ -20,6 +20,7 @@ from dflash_jax.engine.packing import (
     SMALLEST_PREFILL,
     Arrival,
     admission,
+    all_masks,
     bucket,
     buckets,
     combined,
@@ -123,12 +124,11 @@ class MaskedRound:
     def blocks(self) -> list[list[int]]:
         return np.asarray(self.verified.ids)[: self.rows].tolist()
 
-    def accept(self, allowed: Any) -> PackedResult:
-        """`allowed` uint32 [rows, B, width]; spare rows may have any token, which nobody reads."""
-        size = self.slots.shape[0]
-        masks = np.full((size, *allowed.shape[1:]), 0xFFFFFFFF, np.uint32)
-        masks[: self.rows] = allowed
-        return self.runner.accept(self, masks)
+    def accept(self, masks: Sequence[Any]) -> PackedResult:
+        """uint32 [B, ⌈V / 32⌉] for each row; spare rows may have any token, which nobody reads."""
+        size, block, vocab = self.verified.logits.shape
+        spare = [None] * (size - self.rows)
+        return self.runner.accept(self, all_masks([*masks, *spare], (block, -(-vocab // 32))))
 
 
 @dataclass

@@ -143,8 +143,6 @@ def test_an_engine_alone_has_no_tokenizer_for_it(text_llm: LLM) -> None:
 class Breaking:
     """A grammar whose library gives up at some point."""
 
-    width = 3
-
     def __init__(self, after: int, where: str):
         self.after, self.where = after, where
 
