@@ -19,15 +19,13 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 from record import record
+from rounds import live_state
 
-from dflash_jax.cache import make_pool
 from dflash_jax.config import DraftConfig, RopeConfig, TargetConfig
 from dflash_jax.drafters import DFlashDrafter, Weights
 from dflash_jax.models import FAMILIES
 from dflash_jax.models.dflash import draft_specs, with_injection
 from dflash_jax.params import random_params
-from dflash_jax.sharding import make_mesh
-from dflash_jax.state import DecodeState, init_state
 from dflash_jax.steps import StepConfig, Steps
 
 PAGE, COMMITTED = 16, 256
@@ -48,30 +46,13 @@ class Forgetful(DFlashDrafter):
         return cache
 
 
-def state_of(drafter: DFlashDrafter, requests: int, dtype: Any) -> DecodeState:
-    """`requests` live slots with COMMITTED tokens each."""
-    mesh, width = make_mesh(), 2 * COMMITTED // PAGE
-    pages = requests * width + 1
-    state = init_state(requests, width, make_pool(TARGET, pages, PAGE, dtype, mesh),
-                       drafter.init_cache(pages, PAGE, dtype, mesh))  # fmt: skip
-    table = jnp.arange(1, pages, dtype=jnp.int32).reshape(requests, width)
-    slots = jnp.arange(requests)
-    return dataclasses.replace(
-        state,
-        seq_len=state.seq_len.at[slots].set(COMMITTED),
-        limit=state.limit.at[slots].set(10**6),
-        finished=state.finished.at[slots].set(False),
-        page_table=state.page_table.at[slots].set(table),
-    )
-
-
 class Rounds:
     """One drafter's rounds over its own state."""
 
     def __init__(self, drafter: DFlashDrafter, weights: Weights, requests: int, dtype: Any):
         self.steps = Steps(StepConfig(TARGET, drafter, PAGE))
         self.weights = weights
-        self.state = state_of(drafter, requests, dtype)
+        self.state = live_state(TARGET, drafter, requests, COMMITTED, 2 * COMMITTED // PAGE, PAGE, dtype)
         self.slots = jnp.arange(requests, dtype=jnp.int32)
 
     def time(self) -> float:

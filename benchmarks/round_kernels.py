@@ -9,7 +9,6 @@ of all weights and of the committed keys and values at --bytes-per-s.
 from __future__ import annotations
 
 import argparse
-import dataclasses
 import statistics
 import sys
 import time
@@ -18,16 +17,15 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 from record import record
+from rounds import live_state
 
-from dflash_jax.cache import make_pool, page_bytes
+from dflash_jax.cache import page_bytes
 from dflash_jax.config import DraftConfig, RopeConfig, TargetConfig
 from dflash_jax.drafters import DFlashDrafter, Weights
 from dflash_jax.models import FAMILIES
 from dflash_jax.models.dflash import draft_specs, with_injection
 from dflash_jax.ops.dispatch import Kernels, backends
 from dflash_jax.params import random_params, tree_bytes
-from dflash_jax.sharding import make_mesh
-from dflash_jax.state import DecodeState, Needs, init_state
 from dflash_jax.steps import StepConfig, Steps
 
 PAGE, LAUNCHES, REPEATS = 16, 10, 7
@@ -53,32 +51,18 @@ class Rounds:
     """`requests` live slots with `committed` tokens each, over one backend."""
 
     def __init__(self, shape: str, backend: str, weights: Weights, requests: int, committed: int, dtype: Any):
-        self.target, draft = SHAPES[shape]
-        self.drafter, self.block = DFlashDrafter(draft), draft.block_size
-        self.steps = Steps(StepConfig(self.target, self.drafter, PAGE, Kernels(backend)))
+        target, draft = SHAPES[shape]
+        drafter, self.block = DFlashDrafter(draft), draft.block_size
+        self.steps = Steps(StepConfig(target, drafter, PAGE, Kernels(backend)))
         self.weights, self.slots = weights, jnp.arange(requests, dtype=jnp.int32)
-        self.width = -(-(committed + self.block * (LAUNCHES * REPEATS + 4)) // PAGE)
-        self.state = self._state(requests, committed, dtype)
+        width = -(-(committed + self.block * (LAUNCHES * REPEATS + 4)) // PAGE)
+        self.state = live_state(target, drafter, requests, committed, width, PAGE, dtype)
 
-    def _state(self, requests: int, committed: int, dtype: Any) -> DecodeState:
-        mesh, pages = make_mesh(), requests * self.width + 1
-        state = init_state(requests, self.width, make_pool(self.target, pages, PAGE, dtype, mesh),
-                           self.drafter.init_cache(pages, PAGE, dtype, mesh))  # fmt: skip
-        table = jnp.arange(1, pages, dtype=jnp.int32).reshape(requests, self.width)
-        slots = jnp.arange(requests)
-        return dataclasses.replace(
-            state,
-            seq_len=state.seq_len.at[slots].set(committed),
-            limit=state.limit.at[slots].set(10**6),
-            finished=state.finished.at[slots].set(False),
-            page_table=state.page_table.at[slots].set(table),
-        )
-
-    def run(self, count: int, needs: Needs = Needs()) -> tuple[float, float]:  # noqa: B008
+    def run(self, count: int) -> tuple[float, float]:
         """Seconds of a round, and of the host's part in launching it."""
         start_s = time.perf_counter()
         for _ in range(count):
-            self.state, packed = self.steps.decode_round(self.block, self.weights, self.state, self.slots, needs=needs)
+            self.state, packed = self.steps.decode_round(self.block, self.weights, self.state, self.slots)
         launched_s = time.perf_counter()
         jax.block_until_ready(packed)
         return (time.perf_counter() - start_s) / count, (launched_s - start_s) / count
