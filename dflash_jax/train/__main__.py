@@ -1,4 +1,7 @@
-"""`python -m dflash_jax.train RECIPE --run FOLDER`: data, training and export, each going on where it stopped."""
+"""`python -m dflash_jax.train RECIPE --run FOLDER`: data, training and export, each going on where it stopped.
+
+A command line, and so above the library's front: the chat template is handed down from here.
+"""
 
 from __future__ import annotations
 
@@ -6,8 +9,13 @@ import argparse
 import sys
 from collections.abc import Sequence
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 from dflash_jax.errors import UserError
+
+if TYPE_CHECKING:
+    from dflash_jax.train.data import Part
+    from dflash_jax.train.prompts import Encode
 
 EXIT_USER_ERROR, EXIT_INTERRUPT = 2, 130
 STAGES = ("data", "train", "all")
@@ -22,6 +30,8 @@ def make_parser() -> argparse.ArgumentParser:
     kept = "where data, checkpoints, metrics.jsonl and the draft go; what is there is gone on from"
     p.add_argument("--run", type=Path, required=True, metavar="FOLDER", help=kept)
     p.add_argument("--stage", choices=STAGES, default="all", help="what to do (default: %(default)s)")
+    p.add_argument("--shards", metavar="I/N", help="with --stage data: write the shards whose number is I modulo N, so"
+                   " that N processes with a GPU each share the work")  # fmt: skip
     p.add_argument("--stop-at", type=int, metavar="STEP", help="stop after this step; a later call goes on")
     return p
 
@@ -47,11 +57,34 @@ def run(args: argparse.Namespace) -> None:
     check_folder(args.run)
     if args.stop_at is not None and args.stop_at < 1:
         raise UserError(f"--stop-at must be at least 1, not {args.stop_at}")
+    if args.shards is not None and args.stage != "data":
+        raise UserError("--shards needs --stage data: training waits for all shards")
     if args.stage != "train":
-        write_data(recipe, args.run)
+        write_data(recipe, args.run, chat_encoder, None if args.shards is None else parse_part(args.shards))
     if args.stage != "data":
         Run(recipe, args.run).train(args.stop_at)
         print(f"the draft is in {args.run / DRAFT}", file=sys.stderr)
+
+
+def parse_part(text: str) -> Part:
+    """`I/N` with 0 ≤ I < N."""
+    from dflash_jax.train.data import Part
+
+    index, _, count = text.partition("/")
+    if not (index.isascii() and index.isdigit() and count.isascii() and count.isdigit() and int(index) < int(count)):
+        raise UserError(f"--shards must be I/N with whole numbers 0 ≤ I < N, such as 0/4, not {text!r}")
+    return Part(int(index), int(count))
+
+
+def chat_encoder(target: str) -> Encode:
+    """How the target's own chat template renders and encodes messages that wait for an answer."""
+    from dflash_jax.text import encode_chat, load_tokenizer
+    from dflash_jax.weights import open_target
+
+    tokenizer = load_tokenizer(open_target(target).path)
+    if tokenizer is None:
+        raise UserError(f"target {target} has no tokenizer, which prompts of one's own need")
+    return lambda messages: encode_chat(tokenizer, messages)
 
 
 if __name__ == "__main__":

@@ -1,30 +1,36 @@
-"""Data that the target writes itself, from nothing: a user's turn, then its answer to it; kept in shards.
+"""Data that the target writes itself, kept in shards: answers to given prompts, and, from nothing, a user's turn and
+the answer to it.
 
 Token ids throughout: what stands before a turn (the chat template's headers) comes from the recipe.
 """
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 import functools
+import json
 import os
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 from tqdm import tqdm
 
 from dflash_jax.engine.engine import Engine
+from dflash_jax.engine.request import Request
 from dflash_jax.errors import UserError
 from dflash_jax.sampling import SamplingParams
 from dflash_jax.train.blocks import Batch
+from dflash_jax.train.prompts import HELD_OUT_EVERY, Prompt
 
 Written = tuple[list[int], bool]
 """Tokens that were written, the stop token included, and whether one ended them."""
 Writer = Callable[[Sequence[Sequence[int]], Sequence[SamplingParams]], list[Written]]
 """Prompts and how to sample → what the target wrote after each."""
 
-HELD_OUT_EVERY = 50  # 2 % are held out
+MADE_OF = "made-of.json"
 _LOOP_PERIOD, _LOOP_TIMES = 24, 4  # a text that ends in up to so many tokens so many times over is a loop
 _SEEDS_APART = 1_000_003  # between a conversation's number and its seed, so that data seeds do not overlap
 
@@ -34,18 +40,26 @@ class DataConfig:
     """What is written.
 
     user_ids: tokens before a user's turn; turn_ids: between its stop token and the answer; stop_ids end a turn.
-    conversations are tried; those whose user's turn does not end or repeats another's, or that loop, are left out.
+    Conversations are numbered: answers_per_prompt answers to each given prompt come first, the first of them greedy,
+    then `conversations` from nothing.  Those whose user's turn does not end or repeats another's, or that loop, are
+    left out.
     """
 
     user_ids: tuple[int, ...]
     turn_ids: tuple[int, ...]
     stop_ids: tuple[int, ...]
     conversations: int
+    answers_per_prompt: int = 2
     shard: int = 4096
     max_user_tokens: int = 96
     max_answer_tokens: int = 384
     min_answer_tokens: int = 8
     seed: int = 0
+
+    def __post_init__(self) -> None:
+        for name, low in (("conversations", 0), ("answers_per_prompt", 1), ("shard", 1), ("max_answer_tokens", 1)):
+            if getattr(self, name) < low:
+                raise UserError(f"[data] {name} must be at least {low}, not {getattr(self, name)}")
 
 
 @dataclasses.dataclass(frozen=True)
@@ -57,50 +71,98 @@ class Conversation:
     held_out: bool
 
 
+def answered(
+    engine: Engine, prompts: Sequence[Sequence[int]], params: Sequence[SamplingParams], stop_ids: Sequence[int]
+) -> list[Request]:
+    """All prompts through one engine at once, with a progress bar; UserError where the target's logits fail."""
+    requests = [
+        engine.add_request(prompt, how, eos_token_ids=stop_ids) for prompt, how in zip(prompts, params, strict=True)
+    ]
+    with tqdm(total=len(requests), desc="writing", unit="text", disable=None, leave=False) as bar:
+        while engine.has_work:
+            engine.step()
+            bar.update(sum(r.finished for r in requests) - bar.n)
+    failed = sum(r.finish_reason == "error" for r in requests)
+    if failed:
+        raise UserError(f"{failed} of {len(requests)} texts had to be given up: the target's logits are not numbers")
+    return requests
+
+
 def engine_writer(engine: Engine, stop_ids: Sequence[int]) -> Writer:
-    """All prompts through one engine at once."""
+    """A writer over `answered`."""
 
     def write(prompts: Sequence[Sequence[int]], params: Sequence[SamplingParams]) -> list[Written]:
-        requests = [
-            engine.add_request(prompt, how, eos_token_ids=stop_ids)
-            for prompt, how in zip(prompts, params, strict=True)
-        ]
-        with tqdm(total=len(requests), desc="writing", unit="text", disable=None, leave=False) as bar:
-            while engine.has_work:
-                engine.step()
-                bar.update(sum(r.finished for r in requests) - bar.n)
-        return [(list(r.output_ids), r.finish_reason == "stop") for r in requests]
+        found = answered(engine, prompts, params, stop_ids)
+        return [(list(r.output_ids), r.finish_reason == "stop") for r in found]
 
     return write
 
 
-def write_shards(config: DataConfig, folder: Path, write: Writer) -> list[Path]:
+@dataclasses.dataclass(frozen=True)
+class Part:
+    """Of several processes that write one run's shards, this one: those whose number is `index` modulo `count`."""
+
+    index: int = 0
+    count: int = 1
+
+
+def shard_paths(config: DataConfig, folder: Path, given: Sequence[Prompt] = (), part: Part | None = None) -> list[Path]:
+    """All shards of `config`, or those of one part."""
+    part = part or Part()
+    shards = -(-count_of(config, given) // config.shard)
+    return [folder / f"shard-{i:05d}.npz" for i in range(part.index, shards, part.count)]
+
+
+def count_of(config: DataConfig, given: Sequence[Prompt]) -> int:
+    """Conversations in all."""
+    return len(given) * config.answers_per_prompt + config.conversations
+
+
+def write_shards(
+    config: DataConfig, folder: Path, write: Writer, given: Sequence[Prompt] = (), part: Part | None = None
+) -> list[Path]:
     """The shards of `config` in `folder`, those that are there already as they are; resumable at any point."""
     folder.mkdir(parents=True, exist_ok=True)
-    paths = []
-    starts = range(0, config.conversations, config.shard)
-    for first in tqdm(starts, desc="shards", unit="shard", disable=None):
-        path = folder / f"shard-{first // config.shard:05d}.npz"
-        paths.append(path)
+    paths = shard_paths(config, folder, given, part)
+    for path in tqdm(paths, desc="shards", unit="shard", disable=None):
         if not path.exists():
-            numbers = range(first, min(first + config.shard, config.conversations))
-            save_shard(path, converse(config, numbers, write))
+            first = int(path.stem.removeprefix("shard-")) * config.shard
+            numbers = range(first, min(first + config.shard, count_of(config, given)))
+            save_shard(path, converse(config, numbers, write, given))
     return paths
 
 
-def converse(config: DataConfig, numbers: Sequence[int], write: Writer) -> list[Conversation]:
+def converse(
+    config: DataConfig, numbers: Sequence[int], write: Writer, given: Sequence[Prompt] = ()
+) -> list[Conversation]:
     """The conversations of those numbers that are fit to learn from, the same ones whoever asks when."""
-    found = write([config.user_ids] * len(numbers), [_user_params(config, n) for n in numbers])
-    users = {n: turn for n, (turn, ended) in zip(numbers, found, strict=True) if ended and is_fit(turn, 3)}
-    users = {n: list(turn) for turn, n in {tuple(turn): n for n, turn in reversed(users.items())}.items()}
-    kept = sorted(users)
-    prompts = [[*config.user_ids, *users[n], *config.turn_ids] for n in kept]
-    answers = write(prompts, [_answer_params(config, n) for n in kept])
+    first = len(given) * config.answers_per_prompt  # of those from nothing
+    asked = {n: list(given[n // config.answers_per_prompt].tokens) for n in numbers if n < first}
+    asked |= _invented(config, [n for n in numbers if n >= first], write)
+    held = {n: given[n // config.answers_per_prompt].held_out if n < first else _is_held_out(n) for n in asked}
+    greedy = {n: n % (config.answers_per_prompt if n < first else 2) == 0 for n in asked}
+    answers = write(list(asked.values()), [_answer_params(config, n, greedy[n]) for n in asked])
     return [
-        Conversation(prompt + answer, len(prompt), n % HELD_OUT_EVERY == HELD_OUT_EVERY - 1)
-        for n, prompt, (answer, _) in zip(kept, prompts, answers, strict=True)  # one cut by the limit is as good
+        Conversation(prompt + answer, len(prompt), held[n])
+        for (n, prompt), (answer, _) in zip(asked.items(), answers, strict=True)  # one cut by the limit is as good
         if is_fit(answer, config.min_answer_tokens)
     ]
+
+
+def _invented(config: DataConfig, numbers: Sequence[int], write: Writer) -> dict[int, list[int]]:
+    """Prompts that the target writes, by number; of equal ones the first."""
+    if not numbers:
+        return {}
+    found = write([config.user_ids] * len(numbers), [_user_params(config, n) for n in numbers])
+    users: dict[tuple[int, ...], int] = {}
+    for n, (turn, ended) in zip(numbers, found, strict=True):
+        if ended and is_fit(turn, 3):
+            users.setdefault(tuple(turn), n)
+    return {n: [*config.user_ids, *turn, *config.turn_ids] for turn, n in users.items()}
+
+
+def _is_held_out(number: int) -> bool:
+    return number % HELD_OUT_EVERY == HELD_OUT_EVERY - 1
 
 
 def is_fit(tokens: Sequence[int], at_least: int) -> bool:
@@ -122,11 +184,9 @@ def _user_params(config: DataConfig, number: int) -> SamplingParams:
     )
 
 
-def _answer_params(config: DataConfig, number: int) -> SamplingParams:
-    """Even numbers greedily, odd ones at a temperature between 0.7 and 1."""
-    heat = 0.0
-    if number % 2:
-        heat = float(np.random.default_rng((config.seed, number)).uniform(0.7, 1.0))
+def _answer_params(config: DataConfig, number: int, greedy: bool) -> SamplingParams:
+    """Greedy, or at a temperature between 0.7 and 1."""
+    heat = 0.0 if greedy else float(np.random.default_rng((config.seed, number)).uniform(0.7, 1.0))
     return SamplingParams(
         max_new_tokens=config.max_answer_tokens, temperature=heat, seed=config.seed * _SEEDS_APART + number
     )
@@ -149,20 +209,39 @@ def save_shard(path: Path, conversations: Sequence[Conversation]) -> None:
     aside.rename(path)
 
 
+def check_made_of(folder: Path, made_of: Mapping[str, Any]) -> None:
+    """Keep beside the shards what they are made of (anything JSON can hold); UserError if it was something else."""
+    folder.mkdir(parents=True, exist_ok=True)
+    path, aside = folder / MADE_OF, folder / f".{MADE_OF}.{os.getpid()}"
+    aside.write_text(json.dumps(made_of, indent=2) + "\n", encoding="utf-8")
+    with contextlib.suppress(FileExistsError):  # of several processes that start together one writes it
+        os.link(aside, path)
+    aside.unlink()
+    found, wanted = json.loads(path.read_text(encoding="utf-8")), json.loads(json.dumps(made_of))
+    keys = [key for key in sorted({*found, *wanted}) if found.get(key) != wanted.get(key)]
+    if keys:
+        changes = "; ".join(f"{key} {found.get(key)!r}, now {wanted.get(key)!r}" for key in keys)
+        raise UserError(f"{folder} holds data of another recipe ({changes}): choose another folder, or delete this one")
+
+
 def load_shards(folder: Path) -> tuple[list[Conversation], list[Conversation]]:
-    """(to learn from, held out) of all shards in `folder`; of equal prompts the first is kept."""
+    """(to learn from, held out) of all shards in `folder`; of equal texts the first is kept.
+
+    All answers to one prompt are on the side of its first.
+    """
     paths = sorted(folder.glob("shard-*.npz"))
     if not paths:
         raise UserError(f"{folder} has no shards (shard-*.npz)")
     seen: set[tuple[int, ...]] = set()
-    learn: list[Conversation] = []
-    held: list[Conversation] = []
-    for conversation in (c for path in paths for c in _read_shard(path)):
-        prompt = tuple(conversation.tokens[: conversation.start])
-        if prompt not in seen:
-            seen.add(prompt)
-            (held if conversation.held_out else learn).append(conversation)
-    return learn, held
+    sides: dict[tuple[int, ...], bool] = {}
+    found: tuple[list[Conversation], list[Conversation]] = [], []
+    for one in (c for path in paths for c in _read_shard(path)):
+        text = tuple(one.tokens)
+        if text not in seen:
+            seen.add(text)
+            held_out = sides.setdefault(text[: one.start], one.held_out)
+            found[held_out].append(dataclasses.replace(one, held_out=held_out))
+    return found
 
 
 def _read_shard(path: Path) -> Iterator[Conversation]:

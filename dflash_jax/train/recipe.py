@@ -44,9 +44,11 @@ class DraftShape:
 
 @dataclasses.dataclass(frozen=True)
 class Data(DataConfig):
-    """`[data]`; requests: texts written at once."""
+    """`[data]`; requests: texts written at once; prompts: a JSONL file, in the recipe relative to the recipe's folder,
+    with conversations to be answered before those from nothing."""
 
     requests: int = 64
+    prompts: str | None = None
 
 
 @dataclasses.dataclass(frozen=True)
@@ -100,6 +102,9 @@ def read_recipe(path: Path) -> Recipe:
     except ValueError as error:
         raise UserError(f"{path} is not TOML: {error}") from error
     parts = {"draft": DraftShape, "data": Data, "train": Plan}
+    data = raw.get("data")
+    if isinstance(data, dict) and isinstance(data.get("prompts"), str):
+        data["prompts"] = str(path.parent / data["prompts"])
     sections = {name: _section(kind, f"{path}: [{name}]", raw.get(name, {})) for name, kind in parts.items()}
     return _section(Recipe, str(path), {**raw, **sections})
 

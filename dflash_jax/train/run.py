@@ -3,8 +3,11 @@
 from __future__ import annotations
 
 import dataclasses
+import gc
+import hashlib
 import json
-from collections.abc import Sequence
+import logging
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -20,24 +23,80 @@ from dflash_jax.engine.settings import EngineSettings
 from dflash_jax.errors import UserError
 from dflash_jax.sharding import make_mesh
 from dflash_jax.train.checkpoint import Checkpoints
-from dflash_jax.train.data import Conversation, batch_at, engine_writer, load_shards, stacked, write_shards
+from dflash_jax.train.data import (
+    Conversation,
+    Part,
+    batch_at,
+    check_made_of,
+    count_of,
+    engine_writer,
+    load_shards,
+    shard_paths,
+    stacked,
+    write_shards,
+)
 from dflash_jax.train.export import export_draft
 from dflash_jax.train.init import init_draft
+from dflash_jax.train.prompts import Encode, Prompt, read_prompts
 from dflash_jax.train.recipe import Recipe
 from dflash_jax.train.step import Trainer, TrainState, data_mesh, init_state
 from dflash_jax.weights import TargetCheckpoint, load_target, open_target
 
+log = logging.getLogger("dflash_jax")
+Chats = Callable[[str], Encode]
+"""A target's name → how its chat template renders messages."""
 DATA, CHECKPOINTS, METRICS, DRAFT = "data", "checkpoints", "metrics.jsonl", "draft"
 
 
-def write_data(recipe: Recipe, folder: Path) -> None:
-    """The recipe's shards, those that are missing."""
-    data = recipe.data
-    longest = len(data.user_ids) + data.max_user_tokens + len(data.turn_ids) + data.max_answer_tokens
+def write_data(recipe: Recipe, folder: Path, chats: Chats, part: Part | None = None) -> None:
+    """The recipe's shards, or those of one part of them: those that are missing."""
+    data, given = recipe.data, given_prompts(recipe, chats)
+    if not count_of(data, given):
+        raise UserError("[data] asks for nothing: it needs conversations, prompts, or both")
+    check_made_of(folder / DATA, _made_of(recipe))
+    if all(path.exists() for path in shard_paths(data, folder / DATA, given, part)):
+        return
+    invented = len(data.user_ids) + data.max_user_tokens + len(data.turn_ids)
+    longest = max(invented, *(len(p.tokens) for p in given)) if given else invented
     settings = EngineSettings(
-        target_name(recipe), max_model_len=longest, max_running_requests=data.requests, dtype="auto", progress=True
-    )
-    write_shards(data, folder / DATA, engine_writer(Engine(settings), data.stop_ids))
+        target_name(recipe), max_model_len=longest + data.max_answer_tokens, max_running_requests=data.requests,
+        dtype="auto", progress=True,
+    )  # fmt: skip
+    write_shards(data, folder / DATA, engine_writer(Engine(settings), data.stop_ids), given, part)
+    gc.collect()  # an engine holds itself in cycles, and training needs the memory of its pools
+
+
+def given_prompts(recipe: Recipe, chats: Chats) -> list[Prompt]:
+    """The prompts of the recipe's file, if it names one, that leave room for an answer to learn from."""
+    if recipe.data.prompts is None:
+        return []
+    path, room = Path(recipe.data.prompts), recipe.train.length - recipe.data.min_answer_tokens
+    found = read_prompts(path, chats(target_name(recipe)))
+    fit = [prompt for prompt in found if len(prompt.tokens) <= room]
+    if not fit:
+        raise UserError(f"{path}: each of its {len(found)} prompts has more than {room} tokens, and [train] length is"
+                        f" {recipe.train.length}")  # fmt: skip
+    if len(fit) < len(found):
+        log.warning("%s: %d of %d prompts have more than %d tokens and are left out, as [train] length is %d",
+                    path, len(found) - len(fit), len(found), room, recipe.train.length)  # fmt: skip
+    return fit
+
+
+def _made_of(recipe: Recipe) -> dict[str, Any]:
+    """What shards of one run agree on; there may be more conversations or another number of requests later."""
+    found = {"target": recipe.target, **_without(dataclasses.asdict(recipe.data), "conversations", "requests")}
+    if recipe.data.prompts is not None:
+        found["prompts"] = _sha256(Path(recipe.data.prompts))
+        found["length"] = recipe.train.length
+    return found
+
+
+def _sha256(path: Path) -> str:
+    return hashlib.sha256(path.read_bytes()).hexdigest()
+
+
+def _without(table: dict[str, Any], *keys: str) -> dict[str, Any]:
+    return {key: value for key, value in table.items() if key not in keys}
 
 
 def target_name(recipe: Recipe) -> str:
@@ -77,10 +136,10 @@ class Run:
 
     def _identity(self) -> dict[str, Any]:
         """What a checkpoint must agree with; how often to log and save may change."""
-        free = ("log_every", "save_every")
         found: dict[str, Any] = dataclasses.asdict(self.recipe)
         found["texts"] = [len(self.learn), len(self.held_out)]
-        found["train"] = {key: value for key, value in found["train"].items() if key not in free}
+        found["train"] = _without(found["train"], "log_every", "save_every")
+        found["data"] = _without(found["data"], "prompts", "requests")  # the texts are what counts
         return json.loads(json.dumps(found))
 
     def _step(self, step: int, bar: Any, last: bool) -> None:

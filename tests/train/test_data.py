@@ -13,8 +13,10 @@ from dflash_jax.sampling import SamplingParams
 from dflash_jax.train.data import (
     Conversation,
     DataConfig,
+    Part,
     Written,
     batch_at,
+    check_made_of,
     converse,
     engine_writer,
     is_fit,
@@ -22,6 +24,7 @@ from dflash_jax.train.data import (
     save_shard,
     write_shards,
 )
+from dflash_jax.train.prompts import Prompt
 
 STOP = 99
 CONFIG = DataConfig((1, 2), (3,), (STOP,), conversations=10, shard=4, min_answer_tokens=4)
@@ -85,12 +88,55 @@ def test_shards_resume(tmp_path):
     assert load_shards(tmp_path) == whole and len(whole[0]) == 10
 
 
-def test_equal_prompts_of_different_shards_are_one(tmp_path):
+def test_equal_texts_are_one_and_a_prompt_is_on_one_side(tmp_path):
+    """Another answer to a prompt is another text, but one that was learnt from is not held out."""
     first, second = Conversation([1, 2, 3], 2, False), Conversation([1, 2, 4], 2, True)
-    save_shard(tmp_path / "shard-00000.npz", [first])
-    save_shard(tmp_path / "shard-00001.npz", [second, Conversation([1, 5, 4], 2, True)])
+    third, fourth = Conversation([1, 5, 4], 2, True), Conversation([1, 5, 6], 2, False)
+    save_shard(tmp_path / "shard-00000.npz", [first, third])
+    save_shard(tmp_path / "shard-00001.npz", [second, fourth, first])
     learn, held = load_shards(tmp_path)
-    assert learn == [first] and [c.tokens for c in held] == [[1, 5, 4]]
+    assert [c.tokens for c in learn] == [[1, 2, 3], [1, 2, 4]] and not any(c.held_out for c in learn)
+    assert [c.tokens for c in held] == [[1, 5, 4], [1, 5, 6]] and all(c.held_out for c in held)
+
+
+GIVEN = [Prompt((7, 8)), Prompt((7, 9), held_out=True)]
+
+
+def test_given_prompts_come_first_each_with_several_answers():
+    config = dataclasses.replace(CONFIG, answers_per_prompt=3, conversations=2)
+    target = Told()
+    found = converse(config, range(8), target, GIVEN)
+    assert [c.tokens[: c.start] for c in found[:6]] == [[7, 8]] * 3 + [[7, 9]] * 3
+    assert [c.held_out for c in found] == [False] * 3 + [True] * 3 + [False] * 2
+    assert [c.tokens[2] for c in found[6:]] == [16, 17], "the rest is from nothing"
+    how = target.calls[1][1]
+    assert [p.temperature == 0 for p in how] == [True, False, False, True, False, False, True, False]
+    assert len({p.seed for p in how}) == 8
+
+
+def test_processes_share_the_shards(tmp_path):
+    config = dataclasses.replace(CONFIG, answers_per_prompt=3)  # 6 + 10 conversations: four shards
+    whole = write_shards(config, tmp_path / "whole", Told(), GIVEN)
+    parts = [write_shards(config, tmp_path / "parts", Told(), GIVEN, Part(i, 3)) for i in (2, 0, 1)]
+    assert [[p.stem[-1] for p in paths] for paths in parts] == [["2"], ["0", "3"], ["1"]]
+    assert load_shards(tmp_path / "parts") == load_shards(tmp_path / "whole") and len(whole) == 4
+
+
+def test_shards_of_another_recipe_are_not_gone_on_with(tmp_path):
+    check_made_of(tmp_path / "data", {"seed": 0, "user_ids": (1, 2)})
+    check_made_of(tmp_path / "data", {"seed": 0, "user_ids": (1, 2)})
+    with pytest.raises(UserError, match=r"data of another recipe \(prompts None, now 'x'; seed 0, now 1\)"):
+        check_made_of(tmp_path / "data", {"seed": 1, "user_ids": (1, 2), "prompts": "x"})
+    assert [p.name for p in (tmp_path / "data").iterdir()] == ["made-of.json"]
+
+
+@pytest.mark.parametrize(("change", "message"), [
+    ({"conversations": -1}, "conversations must be at least 0, not -1"), ({"shard": 0}, "shard must be at least 1"),
+    ({"answers_per_prompt": 0}, "answers_per_prompt must be at least 1, not 0"),
+])  # fmt: skip
+def test_numbers_of_data_are_checked(change, message):
+    with pytest.raises(UserError, match=message):
+        dataclasses.replace(CONFIG, **change)
 
 
 def test_shards_that_cannot_be_read(tmp_path):

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 from pathlib import Path
 
 import jax.numpy as jnp
@@ -14,7 +15,9 @@ from dflash_jax.errors import UserError
 from dflash_jax.sharding import make_mesh
 from dflash_jax.train.__main__ import main
 from dflash_jax.train.data import load_shards, save_shard
+from dflash_jax.train.prompts import Encode
 from dflash_jax.train.recipe import read_recipe
+from dflash_jax.train.run import given_prompts, write_data
 from dflash_jax.weights import load_draft, open_draft, open_target
 from train.test_data import Conversation
 
@@ -83,6 +86,53 @@ def test_mistakes_on_the_command_line(tmp_path, capsys):
     assert "has no shards" in capsys.readouterr().err
 
 
+@pytest.mark.parametrize(("options", "message"), [
+    (["--shards", "0/2"], "--shards needs --stage data"),
+    (["--stage", "data", "--shards", "2/2"], "--shards must be I/N .* not '2/2'"),
+    (["--stage", "data", "--shards", "1"], "--shards must be I/N"),
+    (["--stage", "data", "--shards", "-1/2"], "--shards must be I/N"),
+    (["--stop-at", "0"], "--stop-at must be at least 1, not 0"),
+])  # fmt: skip
+def test_mistakes_in_options(tmp_path, capsys, options, message):
+    if "-1/2" in options:
+        options = [*options[:-2], "--shards=-1/2"]
+    assert main([str(recipe_file(tmp_path)), "--run", str(tmp_path / "run"), *options]) == 2
+    assert re.search(message, capsys.readouterr().err)
+    assert not (tmp_path / "run").exists()
+
+
+def with_prompts(folder: Path, *rows: dict, target: Path | None = None, conversations: int = 0) -> Path:
+    """A recipe beside its file of prompts."""
+    (folder / "own.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    text = RECIPE.replace("conversations = 60", f'conversations = {conversations}\nprompts = "own.jsonl"')
+    return recipe_file(folder, text.replace(str(TARGET), str(target or TARGET)))
+
+
+def test_prompts_lie_beside_the_recipe(tmp_path):
+    assert read_recipe(with_prompts(tmp_path)).data.prompts == str(tmp_path / "own.jsonl")
+
+
+def test_a_target_without_a_tokenizer_takes_no_prompts(tmp_path, capsys):
+    recipe = with_prompts(tmp_path, {"prompt": "x"})
+    assert main([str(recipe), "--run", str(tmp_path / "run"), "--stage", "data"]) == 2
+    assert "has no tokenizer" in capsys.readouterr().err
+
+
+def test_long_prompts_are_left_out_and_told(tmp_path, caplog):
+    recipe = read_recipe(with_prompts(tmp_path, {"prompt": "x"}, {"prompt": "y" * 45}))
+    with caplog.at_level("WARNING"):
+        assert [len(p.tokens) for p in given_prompts(recipe, by_character)] == [1]
+    assert "1 of 2 prompts have more than 44 tokens" in caplog.text
+    recipe = read_recipe(with_prompts(tmp_path, {"prompt": "y" * 45}))
+    with pytest.raises(UserError, match="each of its 1 prompts has more than 44 tokens, and .* length is 48"):
+        given_prompts(recipe, by_character)
+
+
+def by_character(target: str) -> Encode:
+    assert target == str(TARGET)
+    return lambda messages: [ord(c) % 64 for c in messages[-1]["content"]]
+
+
 def lines(folder: Path) -> list[dict]:
     return [json.loads(line) for line in (folder / "metrics.jsonl").read_text().splitlines()]
 
@@ -112,6 +162,19 @@ def test_a_run_that_stops_goes_on_as_if_it_had_not(tmp_path):
     assert draft["fc"].shape == (2 * target.hidden_size, target.hidden_size)
     changed = recipe_file(tmp_path, RECIPE.replace("anchors = 3", "anchors = 2"))
     assert main([str(changed), "--run", str(whole), "--stage", "train"]) == 2
+
+
+@pytest.mark.slow
+def test_data_from_prompts(tmp_path):
+    recipe = read_recipe(with_prompts(tmp_path, *({"prompt": f"{a}{b}"} for a in "abcdefg" for b in "uvwxyz")))
+    write_data(recipe, tmp_path / "run", by_character)
+    learn, held = load_shards(tmp_path / "run" / "data")
+    prompts = [tuple(c.tokens[: c.start]) for c in learn]
+    assert not held and {len(p) for p in prompts} == {2} and len(set(prompts)) > 10
+    assert any(prompts.count(p) == 2 for p in prompts), "two different answers are both kept"
+    other = read_recipe(with_prompts(tmp_path, {"prompt": "other"}))
+    with pytest.raises(UserError, match="holds data of another recipe"):
+        write_data(other, tmp_path / "run", by_character)
 
 
 @pytest.mark.slow
