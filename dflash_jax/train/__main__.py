@@ -1,4 +1,5 @@
-"""`python -m dflash_jax.train RECIPE --run FOLDER`: data, training and export, each going on where it stopped.
+"""`python -m dflash_jax.train RECIPE --run FOLDER`: data, training and export, each going on where it stopped; with
+`--eval` how good the draft is.
 
 A command line, and so above the library's front: the chat template is handed down from here.
 """
@@ -16,9 +17,11 @@ from dflash_jax.errors import UserError
 if TYPE_CHECKING:
     from dflash_jax.train.data import Part
     from dflash_jax.train.prompts import Encode
+    from dflash_jax.train.recipe import Recipe
 
 EXIT_USER_ERROR, EXIT_INTERRUPT = 2, 130
 STAGES = ("data", "train", "all")
+EVAL_OPTIONS = ("draft", "prompts", "count", "max_new_tokens")
 
 
 def make_parser() -> argparse.ArgumentParser:
@@ -29,10 +32,18 @@ def make_parser() -> argparse.ArgumentParser:
     p.add_argument("recipe", type=Path, help="TOML file, for example configs/train/smollm2-135m.toml")
     kept = "where data, checkpoints, metrics.jsonl and the draft go; what is there is gone on from"
     p.add_argument("--run", type=Path, required=True, metavar="FOLDER", help=kept)
-    p.add_argument("--stage", choices=STAGES, default="all", help="what to do (default: %(default)s)")
+    p.add_argument("--stage", choices=STAGES, help="what to do (default: all)")
     p.add_argument("--shards", metavar="I/N", help="with --stage data: write the shards whose number is I modulo N, so"
                    " that N processes with a GPU each share the work")  # fmt: skip
     p.add_argument("--stop-at", type=int, metavar="STEP", help="stop after this step; a later call goes on")
+    group = p.add_argument_group("evaluation")
+    group.add_argument("--eval", action="store_true", help="decode prompts with the run's draft, greedily and at"
+                       " T = 1; print each category's mean acceptance, and keep it in FOLDER/eval*.json")  # fmt: skip
+    group.add_argument("--draft", help="another draft than the run's own: folder, hub id or drafter")
+    group.add_argument("--prompts", type=Path, metavar="FILE", help="JSONL lines with prompt or messages, and category;"
+                       " without it, the prompts that were held out")  # fmt: skip
+    group.add_argument("--count", type=int, metavar="N", help="prompts at most, taken evenly (default: 100)")
+    group.add_argument("--max-new-tokens", type=int, metavar="N", help="tokens of a response (default: 96)")
     return p
 
 
@@ -53,17 +64,36 @@ def run(args: argparse.Namespace) -> None:
     from dflash_jax.train.recipe import read_recipe
     from dflash_jax.train.run import DRAFT, Run, check_folder, write_data
 
+    check_options(args)
     recipe = read_recipe(args.recipe)
     check_folder(args.run)
+    if args.eval:
+        return run_eval(recipe, args)
     if args.stop_at is not None and args.stop_at < 1:
         raise UserError(f"--stop-at must be at least 1, not {args.stop_at}")
-    if args.shards is not None and args.stage != "data":
-        raise UserError("--shards needs --stage data: training waits for all shards")
     if args.stage != "train":
         write_data(recipe, args.run, chat_encoder, None if args.shards is None else parse_part(args.shards))
     if args.stage != "data":
         Run(recipe, args.run).train(args.stop_at)
         print(f"the draft is in {args.run / DRAFT}", file=sys.stderr)
+
+
+def check_options(args: argparse.Namespace) -> None:
+    """UserError for options that mean nothing together."""
+    wrong = ("stage", "shards", "stop_at") if args.eval else EVAL_OPTIONS
+    given = [f"--{name.replace('_', '-')}" for name in wrong if getattr(args, name) is not None]
+    if given:
+        raise UserError(f"{' and '.join(given)} {'cannot go with' if args.eval else 'only go with'} --eval")
+    if args.shards is not None and args.stage != "data":
+        raise UserError("--shards needs --stage data: training waits for all shards")
+
+
+def run_eval(recipe: Recipe, args: argparse.Namespace) -> None:
+    from dflash_jax.train.evaluate import EvalConfig, evaluate, file_name, table
+
+    config = EvalConfig(**{name: value for name in EVAL_OPTIONS if (value := getattr(args, name)) is not None})
+    print(table(evaluate(recipe, args.run, config, chat_encoder)))
+    print(f"kept in {args.run / file_name(config)}", file=sys.stderr)
 
 
 def parse_part(text: str) -> Part:

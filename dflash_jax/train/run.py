@@ -1,4 +1,4 @@
-"""A whole training run in one folder: data/, checkpoints/, metrics.jsonl and draft/."""
+"""A whole training run in one folder: data/, checkpoints/, metrics.jsonl, curves.png and draft/."""
 
 from __future__ import annotations
 
@@ -23,6 +23,7 @@ from dflash_jax.engine.settings import EngineSettings
 from dflash_jax.errors import UserError
 from dflash_jax.sharding import make_mesh
 from dflash_jax.train.checkpoint import Checkpoints
+from dflash_jax.train.curves import draw_curves
 from dflash_jax.train.data import (
     Conversation,
     Part,
@@ -45,7 +46,7 @@ from dflash_jax.weights import TargetCheckpoint, load_target, open_target
 log = logging.getLogger("dflash_jax")
 Chats = Callable[[str], Encode]
 """A target's name → how its chat template renders messages."""
-DATA, CHECKPOINTS, METRICS, DRAFT = "data", "checkpoints", "metrics.jsonl", "draft"
+DATA, CHECKPOINTS, METRICS, CURVES, DRAFT = "data", "checkpoints", "metrics.jsonl", "curves.png", "draft"
 
 
 def write_data(recipe: Recipe, folder: Path, chats: Chats, part: Part | None = None) -> None:
@@ -131,6 +132,7 @@ class Run:
                     self._step(step, bar, last=step + 1 == end)
                     if (step + 1) % plan.save_every == 0 or step + 1 == end:
                         kept.save(self.state)
+                        draw_curves(self.folder / METRICS, self.folder / CURVES)
         export_draft(self.folder / DRAFT, self.raw, self.target, jax.device_get(self.state.params))
         return self.state
 

@@ -13,7 +13,8 @@ from models.goldens import DATA
 
 from dflash_jax.errors import UserError
 from dflash_jax.sharding import make_mesh
-from dflash_jax.train.__main__ import main
+from dflash_jax.train.__main__ import chat_encoder, main
+from dflash_jax.train.curves import can_draw
 from dflash_jax.train.data import load_shards, save_shard
 from dflash_jax.train.prompts import Encode
 from dflash_jax.train.recipe import read_recipe
@@ -91,6 +92,9 @@ def test_mistakes_on_the_command_line(tmp_path, capsys):
     (["--stage", "data", "--shards", "2/2"], "--shards must be I/N .* not '2/2'"),
     (["--stage", "data", "--shards", "1"], "--shards must be I/N"),
     (["--stage", "data", "--shards", "-1/2"], "--shards must be I/N"),
+    (["--draft", "x", "--count", "3"], "--draft and --count only go with --eval"),
+    (["--eval", "--stage", "data"], "--stage cannot go with --eval"),
+    (["--eval"], "has no draft yet"),
     (["--stop-at", "0"], "--stop-at must be at least 1, not 0"),
 ])  # fmt: skip
 def test_mistakes_in_options(tmp_path, capsys, options, message):
@@ -128,6 +132,15 @@ def test_long_prompts_are_left_out_and_told(tmp_path, caplog):
         given_prompts(recipe, by_character)
 
 
+def test_the_targets_own_template(demo_target):
+    """Prompts look as conversations from nothing do: the recipe's ids are what the template writes."""
+    recipe = read_recipe(SHIPPED / "smollm2-135m.toml")
+    tokens = chat_encoder(str(demo_target))([{"role": "user", "content": "Why is the sky blue?"}])
+    before, after = list(recipe.data.user_ids), [*recipe.data.stop_ids, *recipe.data.turn_ids]
+    assert tokens[: len(before)] == before and tokens[-len(after) :] == after
+    assert len(tokens) == len(before) + 6 + len(after), "a token for each word, and the question mark"
+
+
 def by_character(target: str) -> Encode:
     assert target == str(TARGET)
     return lambda messages: [ord(c) % 64 for c in messages[-1]["content"]]
@@ -157,6 +170,7 @@ def test_a_run_that_stops_goes_on_as_if_it_had_not(tmp_path):
     steps = [[line for line in lines(folder) if "loss" in line] for folder in (whole, halves)]
     assert steps[0] == steps[1] and [line["step"] for line in steps[0]] == [1, 2, 3, 4, 5, 6]
     assert lines(whole)[-1]["held_out"]["loss"] > 0
+    assert (halves / "curves.png").exists() == can_draw()
     target = open_target(TARGET).config
     draft = load_draft(open_draft(whole / "draft", target), jnp.float32, make_mesh())
     assert draft["fc"].shape == (2 * target.hidden_size, target.hidden_size)
