@@ -104,7 +104,7 @@ def test_what_is_reported_is_what_generation_reports(tmp_path, monkeypatch):
     """With one engine for both, as compiling it takes most of the time."""
     from dflash_jax import LLM, SamplingParams
 
-    llm = LLM(str(TARGET), str(DRAFT), speculation="always", max_running_requests=4, max_model_len=64)
+    llm = LLM(str(TARGET), str(DRAFT), speculation="always", max_running_requests=1, max_model_len=64)
     asked: list[EngineSettings] = []
     monkeypatch.setattr("dflash_jax.train.evaluate.Engine", lambda settings: asked.append(settings) or llm.engine)
     recipe = read_recipe(recipe_file(tmp_path))
