@@ -53,7 +53,10 @@ def draw_curves(metrics: Path, png: Path) -> bool:
         _panel(ax, series, name)
         ax.set(title=title, xlabel="step")
         ax.grid(alpha=0.3)
-        ax.legend(fontsize="small", ncols=2 if name == "accuracy" else 1)
+        if name == "accuracy":
+            ax.legend(fontsize="small", title="position", loc="upper left", bbox_to_anchor=(1, 1))
+        else:
+            ax.legend(fontsize="small")
     aside = png.with_name(f".{png.name}")
     figure.savefig(aside, dpi=_DOTS_PER_INCH, format="png")
     aside.replace(png)
@@ -68,5 +71,5 @@ def _panel(ax: Any, series: tuple[Series, Series], name: str) -> None:
         columns = part[name].reshape(len(part["step"]), -1).T
         style = "-" if kind == "train" else "o--"
         for k, values in enumerate(columns):
-            label = kind if len(columns) == 1 else f"{k + 1}, {kind}"
+            label = kind if len(columns) == 1 else f"{k + 1}" if kind == "train" else None
             ax.plot(part["step"], values, style, color=f"C{k % 10}", markersize=3, linewidth=1, label=label)

@@ -9,6 +9,7 @@ from __future__ import annotations
 import contextlib
 import dataclasses
 import functools
+import hashlib
 import json
 import os
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -232,16 +233,21 @@ def load_shards(folder: Path) -> tuple[list[Conversation], list[Conversation]]:
     paths = sorted(folder.glob("shard-*.npz"))
     if not paths:
         raise UserError(f"{folder} has no shards (shard-*.npz)")
-    seen: set[tuple[int, ...]] = set()
-    sides: dict[tuple[int, ...], bool] = {}
+    seen: set[bytes] = set()
+    sides: dict[bytes, bool] = {}
     found: tuple[list[Conversation], list[Conversation]] = [], []
     for one in (c for path in paths for c in _read_shard(path)):
-        text = tuple(one.tokens)
+        text = _digest(one.tokens)
         if text not in seen:
             seen.add(text)
-            held_out = sides.setdefault(text[: one.start], one.held_out)
+            held_out = sides.setdefault(_digest(one.tokens[: one.start]), one.held_out)
             found[held_out].append(dataclasses.replace(one, held_out=held_out))
     return found
+
+
+def _digest(tokens: Sequence[int]) -> bytes:
+    """Stands for the tokens in little memory: there are millions of texts."""
+    return hashlib.blake2b(np.array(tokens, np.int32).tobytes(), digest_size=16).digest()
 
 
 def _read_shard(path: Path) -> Iterator[Conversation]:

@@ -42,7 +42,8 @@ def test_a_picture_of_both(tmp_path, monkeypatch):
     loss, accuracy, accept = made[0].axes
     assert [line.get_label() for line in loss.lines] == ["train", "held out"]
     assert list(loss.lines[0].get_ydata()) == [4, 3, 2] and list(loss.lines[1].get_ydata()) == [2.5]
-    assert [line.get_label() for line in accuracy.lines[2:4]] == ["3, train", "1, held out"]
+    assert len(accuracy.lines) == 6 and [t.get_text() for t in accuracy.get_legend().get_texts()] == ["1", "2", "3"]
+    assert [line.get_linestyle() for line in accuracy.lines] == ["-"] * 3 + ["--"] * 3
     assert accept.get_title() == "simulated accept length"
 
 
