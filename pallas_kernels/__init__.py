@@ -9,3 +9,7 @@ if __name__ == "pallas_kernels":
         "this 'pallas_kernels' is a folder of the dflash_jax repository and not importable under that name; take the"
         " repository off sys.path (run from another folder) to reach an installed package of the same name"
     )
+
+
+class Declined(Exception):
+    """What a kernel cannot do on the chip, as a reason for the user."""

@@ -13,9 +13,12 @@ import importlib.util
 from collections.abc import Callable
 from typing import Any
 
+import jax
+from jax.sharding import Mesh, PartitionSpec
+
 from dflash_jax.errors import UserError
 from dflash_jax.ops import reference
-from dflash_jax.ops.kernel_packages import EXTRAS, kernel_names, load_kernel
+from dflash_jax.ops.kernel_packages import EXTRAS, kernel_names, load_kernel, load_kernel_package
 
 CHOICES = ("auto", "xla", "pallas", "triton")
 
@@ -31,27 +34,90 @@ REFERENCE: dict[str, Callable[..., Any]] = {
     "sample_tokens": reference.sample_tokens,
 }
 PLATFORMS = {"triton": "gpu", "pallas": "tpu"}  # where a backend's kernels run
+INTERPRETED = {"pallas": "cpu"}  # where they are interpreted instead, if asked for: to test them, not to serve
 PACKAGES = {"triton": "jax_triton", "pallas": "jax"}  # what they need
+
+STATIC = "static"
+# The axis of key/value or query heads of each kernel's arguments and results, by which a mesh splits them; None: all
+# devices have the whole.  A tuple of pools is split alike in all its parts.
+HEAD_AXES: dict[str, tuple[tuple[int | str | None, ...], tuple[int, ...]]] = {
+    "block_attention": ((2, 3, 2, None, None), (2,)),
+    "prefill_attention": ((2, 3, 2, None, None), (2,)),
+    "cache_write": ((2, 2, None, None, STATIC, None, None, None), (2, 3, 2)),
+    "kv_inject": ((2, None, 3, 2, None, STATIC, None, None, None), (2,)),
+}
 
 
 @dataclasses.dataclass(frozen=True)
 class Kernels:
-    """The backend in use; `reason` says why and is printed at start-up.  Hashable by backend alone."""
+    """The backend in use; `reason` says why and is printed at start-up.  Hashable by all but that.
+
+    interpret: kernels are run by JAX, not by the chip they are for.  mesh: each device runs a kernel on its own heads
+    (XLA cannot split a kernel); None or one device: there is nothing to split.
+    """
 
     backend: str = "xla"
     reason: str = dataclasses.field(compare=False, default="")
+    interpret: bool = False
+    mesh: Mesh | None = None
 
     def __getattr__(self, op: str) -> Callable[..., Any]:
         """`kernels.block_attention(…)` calls this backend's implementation of the op."""
         if op not in REFERENCE:
             raise AttributeError(f"{op} is not an op (ops: {', '.join(REFERENCE)})")
-        kernel = None if self.backend == "xla" else _kernel(self.backend, op)
-        return REFERENCE[op] if kernel is None else kernel
+        if self.backend == "xla" or op not in kernel_names(self.backend):
+            return REFERENCE[op]
+        return _kernel(self.backend, op, self.interpret, self.mesh)
 
 
 @functools.cache
-def _kernel(backend: str, op: str) -> Callable[..., Any] | None:
-    return getattr(load_kernel(backend, op), op) if op in kernel_names(backend) else None
+def _kernel(backend: str, op: str, interpret: bool, mesh: Mesh | None) -> Callable[..., Any]:
+    kernel = getattr(load_kernel(backend, op), op)
+    if interpret:
+        kernel = functools.partial(kernel, interpret=True)
+    if mesh is not None and mesh.size > 1:
+        kernel = _by_heads(kernel, op, mesh)
+    declined = getattr(load_kernel_package(backend), "Declined", None)
+    return kernel if declined is None else _refusing(kernel, f"kernels {backend!r} cannot do {op} here", declined)
+
+
+def _by_heads(kernel: Callable[..., Any], op: str, mesh: Mesh) -> Callable[..., Any]:
+    """`kernel` on every device of a one-axis mesh, each with its share of the heads."""
+    axes_in, axes_out = HEAD_AXES[op]
+    (name,) = mesh.axis_names
+
+    def spec(axis: int | None) -> PartitionSpec:
+        return PartitionSpec() if axis is None else PartitionSpec(*[None] * axis, name)
+
+    results = tuple(map(spec, axes_out))
+
+    def split(*args: Any, **options: Any) -> Any:
+        fixed = {i: args[i] for i, axis in enumerate(axes_in) if axis == STATIC}
+        moving = [i for i in range(len(args)) if i not in fixed]
+
+        def local(*own: Any) -> Any:
+            every = {**fixed, **dict(zip(moving, own, strict=True))}
+            return kernel(*(every[i] for i in range(len(args))), **options)
+
+        specs = tuple(spec(axes_in[i]) for i in moving)  # pyright: ignore[reportArgumentType]
+        out = results if len(results) > 1 else results[0]
+        run = jax.shard_map(local, mesh=mesh, in_specs=specs, out_specs=out, check_vma=False)
+        return run(*(args[i] for i in moving))
+
+    return split
+
+
+def _refusing(kernel: Callable[..., Any], sentence: str, declined: type[Exception]) -> Callable[..., Any]:
+    """`kernel`, whose refusals become a sentence to the user."""
+
+    @functools.wraps(kernel)
+    def call(*args: Any, **options: Any) -> Any:
+        try:
+            return kernel(*args, **options)
+        except declined as error:
+            raise UserError(f"{sentence}: {error} (kernels xla can)") from error
+
+    return call
 
 
 XLA = Kernels()
@@ -62,8 +128,13 @@ def backends(platform: str) -> tuple[str, ...]:
     return ("xla", *(name for name in PLATFORMS if missing(name, platform) is None))
 
 
+def interpreted(platform: str) -> tuple[str, ...]:
+    """Backends whose kernels can be interpreted on `platform`."""
+    return tuple(name for name, where in INTERPRETED.items() if where == platform and kernel_names(name))
+
+
 def missing(backend: str, platform: str) -> str | None:
-    """Why `backend` cannot be used on `platform`; None if it can."""
+    """Why `backend` cannot be used on `platform`, other than interpreted; None if it can."""
     if not kernel_names(backend):
         return "there are none in this version yet"
     if platform != PLATFORMS[backend]:
@@ -73,12 +144,22 @@ def missing(backend: str, platform: str) -> str | None:
     return None
 
 
-def select(choice: str, platform: str) -> Kernels:
-    """The backend for `choice` on `platform` (`cpu`, `gpu` or `tpu`).  UserError for one that cannot be had."""
+def select(choice: str, platform: str, mesh: Mesh | None = None) -> Kernels:
+    """The backend for `choice` on `platform` (`cpu`, `gpu` or `tpu`), for arrays on `mesh`.
+
+    UserError for one that cannot be had.
+    """
+    return dataclasses.replace(_selected(choice, platform), mesh=mesh if mesh is not None and mesh.size > 1 else None)
+
+
+def _selected(choice: str, platform: str) -> Kernels:
     if choice not in CHOICES:
         raise UserError(f"kernels {choice!r} is not one of {', '.join(CHOICES)}")
     if choice == "auto":
         return _automatic(platform)
+    if choice in interpreted(platform):
+        slow = f"asked for; interpreted on {platform}, which is slow and meant for tests"
+        return Kernels(choice, f"kernels: {_described(choice)} ({slow})", interpret=True)
     if choice != "xla" and (reason := missing(choice, platform)):
         raise UserError(f"kernels {choice!r} cannot be used: {reason} (available: {', '.join(backends(platform))})")
     return Kernels(choice, f"kernels: {_described(choice)} (asked for)")

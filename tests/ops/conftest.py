@@ -5,9 +5,11 @@ from __future__ import annotations
 import jax
 import pytest
 
-from dflash_jax.ops.dispatch import Kernels, backends
+from dflash_jax.ops.dispatch import Kernels, backends, interpreted, select
+
+PLATFORM = jax.default_backend()
 
 
-@pytest.fixture(params=backends(jax.default_backend()))
+@pytest.fixture(params=(*backends(PLATFORM), *interpreted(PLATFORM)))
 def kernels(request: pytest.FixtureRequest) -> Kernels:
-    return Kernels(request.param)
+    return select(request.param, PLATFORM)

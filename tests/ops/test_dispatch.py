@@ -8,7 +8,7 @@ import pytest
 
 from dflash_jax import UserError
 from dflash_jax.ops import dispatch, reference
-from dflash_jax.ops.dispatch import REFERENCE, Kernels, backends, select
+from dflash_jax.ops.dispatch import REFERENCE, Kernels, backends, interpreted, select
 from dflash_jax.ops.kernel_packages import kernel_names
 
 
@@ -25,8 +25,9 @@ def with_jax_triton(monkeypatch: pytest.MonkeyPatch, request: pytest.FixtureRequ
 
 
 def test_kernels_bear_the_names_of_ops():
-    assert set(kernel_names("triton")) <= set(REFERENCE)
-    assert {"block_attention", "prefill_attention", "cache_write", "kv_inject"} <= set(kernel_names("triton"))
+    for backend in ("triton", "pallas"):
+        assert set(kernel_names(backend)) <= set(REFERENCE)
+        assert {"block_attention", "prefill_attention", "cache_write", "kv_inject"} <= set(kernel_names(backend))
 
 
 @pytest.mark.parametrize("with_jax_triton", [True, False], indirect=True)
@@ -41,9 +42,22 @@ def test_auto_is_triton_on_cuda_where_it_can_be(with_jax_triton: bool):
 
 
 @pytest.mark.parametrize("with_jax_triton", [True], indirect=True)
-def test_elsewhere_it_is_xla(with_jax_triton: bool):
+def test_on_cpu_it_is_xla(with_jax_triton: bool):
     assert select("auto", "cpu") == Kernels("xla") and select("xla", "cpu").reason == "kernels: xla (asked for)"
-    assert select("auto", "tpu").backend == "xla" and backends("cpu") == ("xla",)
+    assert backends("cpu") == ("xla",)
+
+
+def test_auto_is_pallas_on_tpu():
+    chosen = select("auto", "tpu")
+    assert chosen == Kernels("pallas") and backends("tpu") == ("xla", "pallas")
+    assert "pallas for" in chosen.reason and "kv_inject" in chosen.reason and "(auto)" in chosen.reason
+
+
+def test_pallas_is_interpreted_on_cpu_where_it_is_asked_for():
+    chosen = select("pallas", "cpu")
+    assert chosen == Kernels("pallas", interpret=True) != Kernels("pallas")
+    assert "interpreted on cpu, which is slow and meant for tests" in chosen.reason
+    assert interpreted("cpu") == ("pallas",) and interpreted("tpu") == interpreted("gpu") == ()
 
 
 @pytest.mark.parametrize("with_jax_triton", [False], indirect=True)
@@ -52,7 +66,7 @@ def test_elsewhere_it_is_xla(with_jax_triton: bool):
     [("cuda", "gpu", "kernels 'cuda' is not one of auto, xla, pallas, triton"),
      ("triton", "cpu", r"they run on gpu, and the platform is cpu \(available: xla\)"),
      ("triton", "gpu", "the package 'jax_triton' is missing: pip install"),
-     ("pallas", "tpu", "kernels 'pallas' cannot be used: there are none in this version yet")],
+     ("pallas", "gpu", r"they run on tpu, and the platform is gpu \(available: xla\)")],
 )  # fmt: skip
 def test_what_cannot_be_had_is_refused(with_jax_triton: bool, choice: str, platform: str, message: str):
     with pytest.raises(UserError, match=message):
