@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -22,6 +23,28 @@ def init_draft(config: DraftConfig, key: jax.Array) -> Params:
     specs = draft_specs(config)
     keys = iter(jax.random.split(key, len(list(walk(specs)))))
     return build(specs, lambda path, spec: _first_value(path, spec, next(keys)))
+
+
+def like_target(config: DraftConfig, target: Params, params: Params) -> Params:
+    """`params` with the target's last layers, final norm and last tap where the shapes are equal.
+
+    A draft's layers then begin as ones that already turn hidden states into the target's next tokens, and its context
+    as the target's own last tap: in a short run the draft is better for it than from random values alone.
+    """
+    width, layers = config.hidden_size, params["layers"]
+    last = target["layers"][-len(layers) :]
+    fc = (0.02 * params["fc"]).at[-width:].add(jnp.eye(width, dtype=jnp.float32))
+    same = {"norm": _copied(params["norm"], target["norm"]), "fc": fc}
+    if len(last) < len(layers):
+        return {**params, **same}
+    return {**params, **same, "layers": tuple(map(_copied, layers, last))}
+
+
+def _copied(own: Any, other: Any) -> Any:
+    """`own` with the arrays of `other` that stand at the same place and have the same shape, in float32."""
+    if isinstance(own, dict):
+        return {key: _copied(value, other[key]) if key in other else value for key, value in own.items()}
+    return other.astype(jnp.float32) if own.shape == other.shape else own
 
 
 def _first_value(path: str, spec: ParamSpec, key: jax.Array) -> jax.Array:

@@ -16,6 +16,7 @@ from dflash_jax.train.loss import LossConfig
 from dflash_jax.train.step import TrainConfig
 
 T = TypeVar("T")
+STARTS = ("random", "target")
 
 
 @dataclasses.dataclass(frozen=True)
@@ -54,7 +55,8 @@ class Data(DataConfig):
 @dataclasses.dataclass(frozen=True)
 class Plan:
     """`[train]`: `parts` times `sequences` texts of at most `length` tokens a step; the rest as in `TrainConfig` and
-    `LossConfig`.  Held-out texts are measured, and the state kept, every `save_every` steps."""
+    `LossConfig`.  Held-out texts are measured, and the state kept, every `save_every` steps.
+    start: `random`, or `target` for a draft that begins with the target's last layers."""
 
     steps: int
     sequences: int
@@ -72,8 +74,13 @@ class Plan:
     dpace_alpha: float = 0.5
     selector_weight: float = 1.0
     slice_rows: int = 2048
+    start: str = "random"
     log_every: int = 20
     save_every: int = 1000
+
+    def __post_init__(self) -> None:
+        if self.start not in STARTS:
+            raise UserError(f"[train] start {self.start!r} is not one of {', '.join(STARTS)}")
 
     def config(self, target: TargetConfig, draft: DraftConfig) -> TrainConfig:
         loss = LossConfig(self.weighting, self.gamma, self.dpace_alpha, self.selector_weight, self.slice_rows)

@@ -37,7 +37,7 @@ from dflash_jax.train.data import (
     write_shards,
 )
 from dflash_jax.train.export import export_draft
-from dflash_jax.train.init import init_draft
+from dflash_jax.train.init import init_draft, like_target
 from dflash_jax.train.prompts import Encode, Prompt, read_prompts
 from dflash_jax.train.recipe import Recipe
 from dflash_jax.train.step import Trainer, TrainState, data_mesh, init_state
@@ -117,7 +117,10 @@ class Run:
         params = load_target(opened, jnp.dtype(self.config.dtype), make_mesh(), progress=True)
         mesh = data_mesh(devices)
         self.trainer = Trainer(self.config, params, mesh)
-        self.state = init_state(self.config, init_draft(self.config.draft, jax.random.key(self.config.seed)), mesh)
+        first = init_draft(self.config.draft, jax.random.key(self.config.seed))
+        if recipe.train.start == "target":
+            first = like_target(self.config.draft, params, first)
+        self.state = init_state(self.config, first, mesh)
 
     def train(self, stop_at: int | None = None) -> TrainState:
         """Steps up to the recipe's, or `stop_at`; then the draft is exported."""

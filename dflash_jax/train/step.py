@@ -22,6 +22,8 @@ from dflash_jax.train.forward import draft_hidden, target_taps
 from dflash_jax.train.loss import LossConfig, Sums, loss_sums, metrics, score_blocks
 
 DATA = "data"
+Anchors = tuple[Array, Array]
+"""What `sample_anchors` gives."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -87,19 +89,19 @@ def data_mesh(devices: Sequence[Any] | None = None) -> Mesh:
 
 
 def part_sums(
-    config: TrainConfig, params: Params, target: Params, batch: Batch, key: Array
+    config: TrainConfig, params: Params, target: Params, batch: Batch, anchors: Anchors
 ) -> tuple[Array, Sums]:
-    """(Σ w · CE, sums) of the blocks that `key` picks in a batch of S sequences."""
+    """(Σ w · CE, sums) of the blocks at `anchors` in a batch of S sequences."""
     cast = jax.tree.map(lambda x: x.astype(config.dtype), params)
     taps = target_taps(target, config.target, batch.tokens, config.draft.taps)
-    blocks = make_blocks(config.draft, batch, *sample_anchors(key, batch, config.anchors))
+    blocks = make_blocks(config.draft, batch, *anchors)
     hidden = draft_hidden(cast, config.draft, target, taps, blocks)
     scored = score_blocks(cast, config.draft, target, hidden, blocks, config.loss.slice_rows)
     return loss_sums(config.loss, blocks, scored)
 
 
 def train_step(
-    config: TrainConfig, target: Params, state: TrainState, batch: Batch
+    config: TrainConfig, mesh: Mesh, target: Params, state: TrainState, batch: Batch
 ) -> tuple[TrainState, dict[str, Array]]:
     """One step over batch [M, S, …]: M parts, one after another, whose gradients are summed.
 
@@ -107,15 +109,13 @@ def train_step(
     Returns the state and `metrics`, with the gradient's norm before clipping and the learning rate.
     """
     key = jax.random.fold_in(jax.random.key(config.seed), state.step)
-    gradient = jax.grad(functools.partial(part_sums, config), has_aux=True)
-
-    def part(total: Any, inputs: tuple[Batch, Array]) -> tuple[Any, None]:
-        found = gradient(state.params, target, inputs[0], jax.random.fold_in(key, inputs[1]))
-        return jax.tree.map(jnp.add, total, found), None
-
-    parts = jnp.arange(batch.tokens.shape[0])
-    nothing = jax.tree.map(jnp.zeros_like, state.params), _no_sums(config.draft.block_size)
-    (gradients, sums), _ = jax.lax.scan(part, nothing, (batch, parts))
+    anchors = jax.vmap(lambda part, i: sample_anchors(jax.random.fold_in(key, i), part, config.anchors))(
+        batch, jnp.arange(batch.tokens.shape[0])
+    )
+    dealt = PartitionSpec(None, mesh.axis_names[0])
+    gradients, sums = _on_each(mesh, functools.partial(_device_sums, config, mesh.axis_names[0]), dealt)(
+        target, state.params, (batch, anchors)
+    )
     gradients = jax.tree.map(lambda g: g / jnp.maximum(sums.weight, 1e-9), gradients)
     with jax.numpy_dtype_promotion("standard"):  # optax counts steps in integers and multiplies floats by them
         updates, inner = optimizer(config).update(gradients, state.optimizer, state.params)
@@ -123,6 +123,30 @@ def train_step(
     new = TrainState(state.step + 1, optax.apply_updates(state.params, updates), inner)
     more = {"gradient_norm": global_norm(gradients), "learning_rate": rate}
     return new, {**metrics(config.loss, sums), **more}
+
+
+def _device_sums(
+    config: TrainConfig, axis: str, target: Params, params: Params, parts: tuple[Batch, Anchors]
+) -> tuple[Params, Sums]:
+    """Gradients and sums over this device's sequences of all parts, summed over devices."""
+    gradient = jax.grad(functools.partial(part_sums, config), has_aux=True)
+
+    def add(total: Any, part: tuple[Batch, Anchors]) -> tuple[Any, None]:
+        return jax.tree.map(jnp.add, total, gradient(params, target, *part)), None
+
+    nothing = jax.tree.map(jnp.zeros_like, params), _no_sums(config.draft.block_size)
+    return jax.lax.psum(jax.lax.scan(add, nothing, parts)[0], axis)
+
+
+def _on_each(mesh: Mesh, function: Any, dealt: PartitionSpec) -> Any:
+    """`function(target, params, inputs)` run by every device with its share of the inputs.
+
+    Left to itself the partitioner gathers the logits of all devices on each, for it does not split top-k and argmax.
+    """
+    everywhere = PartitionSpec()
+    return jax.shard_map(
+        function, mesh=mesh, in_specs=(everywhere, everywhere, dealt), out_specs=everywhere, check_vma=False
+    )
 
 
 def global_norm(tree: Any) -> Array:
@@ -135,9 +159,15 @@ def _no_sums(block_size: int) -> Sums:
     return Sums(zero, zero, zero, rows, rows, zero, zero)
 
 
-def held_out(config: TrainConfig, target: Params, params: Params, batch: Batch) -> Sums:
+def held_out(config: TrainConfig, mesh: Mesh, target: Params, params: Params, batch: Batch) -> Sums:
     """Sums over a batch [S, …] that is not learnt from, always with the same anchors."""
-    return part_sums(config, params, target, batch, jax.random.key(config.seed))[1]
+    anchors = sample_anchors(jax.random.key(config.seed), batch, config.anchors)
+    axis = mesh.axis_names[0]
+
+    def device_sums(target: Params, params: Params, part: tuple[Batch, Anchors]) -> Sums:
+        return jax.lax.psum(part_sums(config, params, target, *part)[1], axis)
+
+    return _on_each(mesh, device_sums, PartitionSpec(axis))(target, params, (batch, anchors))
 
 
 class Trainer:
@@ -153,12 +183,16 @@ class Trainer:
         self.everywhere = NamedSharding(mesh, PartitionSpec())
         self.target = jax.device_put(target, self.everywhere)
         jit = functools.partial(jax.jit, out_shardings=self.everywhere, compiler_options=compiler_options)
-        self._step = jit(functools.partial(train_step, config), donate_argnums=1)
-        self._held_out = jit(functools.partial(held_out, config))
+        self._step = jit(functools.partial(train_step, config, mesh), donate_argnums=1)
+        self._held_out = jit(functools.partial(held_out, config, mesh))
 
     def step(self, state: TrainState, batch: Batch) -> tuple[TrainState, dict[str, Array]]:
         """`train_step` of a batch [M, S, …] on the host."""
         return self._step(self.target, state, self._dealt(batch, 1))
+
+    def compiled_text(self, state: TrainState, batch: Batch) -> str:
+        """What the compiler made of a step, as HLO text."""
+        return self._step.lower(self.target, state, self._dealt(batch, 1)).compile().as_text()
 
     def held_out(self, params: Params, batch: Batch) -> dict[str, Array]:
         """`metrics` of a batch [S, …] on the host."""

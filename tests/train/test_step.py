@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import functools
+import re
 from typing import Any
 
 import jax
@@ -15,7 +16,7 @@ from models import goldens
 from dflash_jax.errors import UserError
 from dflash_jax.models.dflash import draft_specs
 from dflash_jax.params import walk
-from dflash_jax.train.blocks import Batch
+from dflash_jax.train.blocks import Batch, sample_anchors
 from dflash_jax.train.init import init_draft
 from dflash_jax.train.loss import LossConfig
 from dflash_jax.train.step import TrainConfig, data_mesh, init_state, optimizer, part_sums, schedule
@@ -46,6 +47,20 @@ def test_devices_do_not_matter():
     assert int(single.step) == 2
 
 
+@pytest.mark.parametrize("pair", [V1, V2])
+def test_no_device_gathers_the_logits_of_others(pair):
+    """Arrays that one device gets from the others are far smaller than logits: [.., V]."""
+    config = train_config(pair)
+    vocab = config.target.vocab_size
+    mesh = data_mesh(jax.devices()[:2])
+    trainer = trainer_of(config, goldens.pair(pair).target_params, mesh)
+    state = init_state(config, init_draft(config.draft, jax.random.key(1)), mesh)
+    text = trainer.compiled_text(state, batches(vocab)[0])
+    gathered = re.findall(r"= \S*\[([\d,]*)\]\S* all-gather", text)
+    assert "all-reduce" in text
+    assert not [shape for shape in gathered if shape.endswith(f",{vocab}")]
+
+
 def test_a_step_in_parts_is_one_mean_over_all_of_it():
     """Σ w·CE / Σ w of both parts together, not the mean of their means; and its gradient."""
     config = train_config(V1, warmup=0.0, clip=1e9)
@@ -58,7 +73,9 @@ def test_a_step_in_parts_is_one_mean_over_all_of_it():
     target = goldens.pair(V1).target_params
 
     def mean(params):
-        each = [part_sums(config, params, target, part, jax.random.fold_in(key, i)) for i, part in enumerate(parts)]
+        keys = [jax.random.fold_in(key, i) for i in range(2)]
+        at = [sample_anchors(key, part, config.anchors) for key, part in zip(keys, parts, strict=True)]
+        each = [part_sums(config, params, target, part, anchors) for part, anchors in zip(parts, at, strict=True)]
         return sum(total for total, _ in each) / sum(sums.weight for _, sums in each)
 
     loss, gradient = goldens.jit(jax.value_and_grad(mean))(params)
