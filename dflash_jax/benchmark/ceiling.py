@@ -1,0 +1,149 @@
+"""What this device could do at best: bytes and operations of a step, over rates measured in the same run.
+
+A step reads every weight once, and the keys and values of what is committed; it multiplies each matrix by its rows.
+The ceiling is the longer of the two times: no step can be faster, whatever the kernels.  Attention's own operations,
+normalisation and everything on the host count as nothing.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import math
+import time
+from collections.abc import Mapping
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+
+from dflash_jax.cache import page_bytes
+from dflash_jax.engine.engine import Engine
+from dflash_jax.params import Params, tree_bytes
+
+REPEATS = 8
+COPY_BYTES = {"cpu": 1 << 27}
+MATRIX = {"cpu": 1024}
+
+
+@dataclasses.dataclass(frozen=True)
+class Rates:
+    """Bytes a second of a copy (read and written), operations a second of a square matrix product in `dtype`."""
+
+    bytes_per_s: float
+    flops_per_s: float
+    dtype: str
+
+
+def measure_rates(dtype: Any) -> Rates:
+    """The device's best of a few copies and matrix products."""
+    platform = jax.default_backend()
+    count = COPY_BYTES.get(platform, 1 << 30) // 4
+    side = MATRIX.get(platform, 8192)
+    # In place, since fresh memory costs a CPU more than the copy does; negated, since a plain copy would be left out.
+    copy_s = _best_s(jax.jit(jnp.negative, donate_argnums=0), jnp.ones(count, jnp.float32))
+    product_s = _best_s(jax.jit(lambda x: x @ x, donate_argnums=0), jnp.zeros((side, side), dtype))
+    return Rates(2 * 4 * count / copy_s, 2 * side**3 / product_s, str(jnp.dtype(dtype)))
+
+
+def _best_s(function: Any, x: jax.Array) -> float:
+    """Seconds of x ← function(x)."""
+    x = jax.block_until_ready(function(x))
+    times = []
+    for _ in range(REPEATS):
+        start_s = time.perf_counter()
+        x = jax.block_until_ready(function(x))
+        times.append(time.perf_counter() - start_s)
+    return min(times)
+
+
+def better(one: Rates | None, other: Rates) -> Rates:
+    """The best seen of each: whatever else the machine does only slows it down."""
+    if one is None:
+        return other
+    best = max(one.bytes_per_s, other.bytes_per_s), max(one.flops_per_s, other.flops_per_s)
+    return Rates(*best, other.dtype)
+
+
+@dataclasses.dataclass(frozen=True)
+class ModelCost:
+    """Bytes read and operations made by the steps of a pair.
+
+    target_bytes, draft_bytes: weights that a pass reads (an embedding table only where it is the head too); head_bytes:
+    what the draft's logits read once more.  *_params: those multiplied with every row.  *_kv_bytes: of a token.
+    """
+
+    target_bytes: int
+    target_params: int
+    target_kv_bytes: float
+    head_bytes: int
+    head_params: int
+    draft_bytes: int = 0
+    draft_params: int = 0
+    draft_kv_bytes: float = 0.0
+
+    def round(self, requests: int, context: float, rows: int) -> tuple[float, float]:
+        """(bytes, operations) of a round of `rows` rows for each request with `context` committed tokens."""
+        size = self.target_bytes + requests * context * self.target_kv_bytes
+        work = 2.0 * requests * rows * self.target_params
+        if rows > 1 and self.draft_params:
+            size += self.draft_bytes + self.head_bytes + requests * context * self.draft_kv_bytes
+            work += 2.0 * requests * (rows * self.draft_params + (rows - 1) * self.head_params)
+        return size, work
+
+    def round_s(self, rates: Rates, requests: int, context: float, rows: int) -> float:
+        """Seconds that such a round takes at least."""
+        size, work = self.round(requests, context, rows)
+        return max(size / rates.bytes_per_s, work / rates.flops_per_s)
+
+    def prefill_s(self, rates: Rates, tokens: float) -> float:
+        """Seconds that reading a prompt takes at least; the head is needed for its last token only."""
+        work = 2.0 * tokens * (self.target_params - self.head_params)
+        return max(self.target_bytes / rates.bytes_per_s, work / rates.flops_per_s)
+
+
+def engine_cost(engine: Engine) -> ModelCost:
+    """Of the pair that an engine has loaded."""
+    loaded = engine.loaded
+    page, dtype = engine.settings.page_size, loaded.dtype
+    target = loaded.weights.target
+    head = target.get("head", target["embed"])
+    unread = 0 if loaded.config.tied else target["embed"].nbytes
+    return ModelCost(
+        target_bytes=tree_bytes(target) - unread,
+        target_params=_multiplied(target) - (0 if loaded.config.tied else target["embed"].size),
+        target_kv_bytes=page_bytes(loaded.config, page, dtype) / page,
+        head_bytes=head.nbytes,
+        head_params=head.size,
+        draft_bytes=tree_bytes(loaded.weights.draft),
+        draft_params=_multiplied(loaded.weights.draft),
+        draft_kv_bytes=loaded.drafter.page_bytes(page, dtype) / page,
+    )
+
+
+def _multiplied(params: Params) -> int:
+    return sum(leaf.size for leaf in jax.tree.leaves(params) if leaf.ndim > 1)
+
+
+def level_ceiling(
+    cost: ModelCost, rates: Rates, requests: int, figures: Mapping[str, Any], default_rows: int
+) -> dict[str, float]:
+    """Ceilings of a level's figures, with the acceptance and the widths of rounds that it had.
+
+    Throughput and TPOT are those of decoding alone: a real run reads its prompts too.
+    """
+    context = figures["mean_input_len"] + figures["mean_output_len"] / 2
+    widths = figures.get("rounds_by_width") or {default_rows: 1}
+    rounds = sum(widths.values())
+    round_s = sum(n * cost.round_s(rates, requests, context, width) for width, n in widths.items()) / rounds
+    tokens = figures["accept_length"] or 1.0
+    return {
+        "output_throughput": requests * tokens / round_s,
+        "tpot_ms": round_s / tokens * 1e3,
+        "ttft_ms": cost.prefill_s(rates, figures["mean_input_len"]) * 1e3,
+        "round_ms": round_s * 1e3,
+    }
+
+
+def share(part: float | None, whole: float | None) -> float | None:
+    """part / whole where both are there."""
+    return None if part is None or not whole or math.isnan(whole) else part / whole

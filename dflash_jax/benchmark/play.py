@@ -1,0 +1,215 @@
+"""The contenders' turns, and what is worked out of them afterwards: speed-ups, ceilings, equality."""
+
+from __future__ import annotations
+
+import dataclasses
+import logging
+import time
+from collections.abc import Sequence
+from typing import Any
+
+from dflash_jax.benchmark.ceiling import ModelCost, Rates, level_ceiling, share
+from dflash_jax.benchmark.contender import Ask, Contender, Counters, Response
+from dflash_jax.benchmark.engine_contender import EngineContender
+from dflash_jax.benchmark.exactness import Difference, exact_match
+from dflash_jax.benchmark.load import Level, Sampling, make_ask, run_level
+from dflash_jax.benchmark.metrics import level_figures
+from dflash_jax.benchmark.record import without_folder
+from dflash_jax.benchmark.workloads import Workload
+from dflash_jax.errors import UserError
+
+log = logging.getLogger("dflash_jax")
+
+
+@dataclasses.dataclass(frozen=True)
+class Plan:
+    """The same for all contenders."""
+
+    workload: Workload
+    levels: tuple[Level, ...]
+    num_prompts: int
+    repeats: int = 1
+    sampling: Sampling = Sampling()
+    split: bool = True
+
+    @property
+    def most_at_once(self) -> int:
+        return max(level.concurrency or self.num_prompts for level in self.levels)
+
+
+@dataclasses.dataclass
+class LevelResult:
+    """What a contender did at one level; responses are of all repeats."""
+
+    level: Level
+    figures: dict[str, Any]
+    responses: list[Response]
+    ceiling: dict[str, float] | None = None
+    speedup: float | None = None
+    exact: dict[str, Any] | None = None
+
+    def as_json(self) -> dict[str, Any]:
+        speed = self.figures["output_throughput"]
+        limit = self.ceiling["output_throughput"] if self.ceiling else None
+        return {
+            "level": self.level.label,
+            **dataclasses.asdict(self.level),
+            **self.figures,
+            "ceiling": self.ceiling,
+            "share_of_ceiling": share(speed, limit),
+            "speedup_over_plain": self.speedup,
+            "exact_match": self.exact and {**self.exact, "differences": [*map(dataclasses.asdict, self.differences)]},
+        }
+
+    @property
+    def differences(self) -> list[Difference]:
+        return self.exact["differences"] if self.exact else []
+
+
+@dataclasses.dataclass
+class Outcome:
+    """A contender's part of the results.  error: what ended it; notes: what was left out and why."""
+
+    name: str
+    facts: dict[str, Any] = dataclasses.field(default_factory=dict)
+    levels: list[LevelResult] = dataclasses.field(default_factory=list)
+    cost: ModelCost | None = None
+    round_split: dict[str, float] | None = None
+    error: str | None = None
+    notes: list[str] = dataclasses.field(default_factory=list)
+
+    @property
+    def is_plain(self) -> bool:
+        return self.facts.get("kind") == "dflash_jax" and self.facts.get("draft") == "none"
+
+    def at(self, level: Level) -> LevelResult | None:
+        return next((one for one in self.levels if one.level == level), None)
+
+    def as_json(self) -> dict[str, Any]:
+        return {
+            "name": self.name,
+            "facts": {key: without_folder(value) for key, value in self.facts.items()},
+            "levels": [one.as_json() for one in self.levels],
+            "round_split_s": self.round_split,
+            "error": self.error,
+            "notes": self.notes,
+        }
+
+
+async def play(contender: Contender, plan: Plan, outcome: Outcome) -> None:
+    """Open, warm up, measure every level, close.  What fails ends this contender's part and leaves what it has."""
+    try:
+        await contender.open()
+        for level in plan.levels:
+            await _play_level(contender, plan, level, outcome)
+        outcome.facts = contender.facts()
+        if isinstance(contender, EngineContender):
+            _look_inside(contender, plan, outcome)
+    except UserError as error:
+        outcome.error = str(error)
+        log.error("%s", error)
+    finally:
+        await contender.close()
+
+
+async def _play_level(contender: Contender, plan: Plan, level: Level, outcome: Outcome) -> None:
+    at_once = level.concurrency or plan.num_prompts
+    if contender.max_concurrency is not None and at_once > contender.max_concurrency:
+        outcome.notes.append(f"not at {level.label}: it serves {contender.max_concurrency} request at a time")
+        return
+    if not outcome.levels:
+        log.info("%s: warming up", contender.name)
+        await contender.warm_up(warm_asks(plan), plan.most_at_once)
+    runs = [await _play_run(contender, plan, level, repeat) for repeat in range(plan.repeats)]
+    every = [response for run in runs for response in run.responses]
+    figures = level_figures([(run.responses, run.took_s) for run in runs], [run.counted for run in runs])
+    outcome.levels.append(LevelResult(level, figures, every))
+    outcome.facts = contender.facts()  # as they are should the next level fail
+
+
+@dataclasses.dataclass
+class Run:
+    """One repeat."""
+
+    responses: list[Response]
+    took_s: float
+    counted: Counters | None
+
+
+async def _play_run(contender: Contender, plan: Plan, level: Level, repeat: int) -> Run:
+    """A run in which nothing is compiled: one in which something was is done again."""
+    items = plan.workload.take(plan.num_prompts)
+    while True:
+        before, compiled_s = await contender.counters(), contender.compile_s()
+        start_s = time.perf_counter()
+        responses = await run_level(contender, items, level, plan.sampling)
+        took_s = time.perf_counter() - start_s
+        if contender.compile_s() == compiled_s:
+            break
+        log.info("%s: concurrency %s: something was compiled, once more", contender.name, level.label)
+    after = await contender.counters()
+    log.info("%s: concurrency %s, run %d of %d: %.1f s", contender.name, level.label, repeat + 1, plan.repeats, took_s)
+    return Run(responses, took_s, after.since(before) if after and before else None)
+
+
+def warm_asks(plan: Plan) -> list[Ask]:
+    """As many prompts as are ever asked at once, from the first."""
+    return [make_ask(item, 0, item.prompt, plan.sampling) for item in plan.workload.take(plan.most_at_once)]
+
+
+def _look_inside(contender: EngineContender, plan: Plan, outcome: Outcome) -> None:
+    outcome.cost = contender.cost()
+    if plan.split and outcome.levels and outcome.facts["block_size"] > 1:
+        first = outcome.levels[0]
+        context = int(first.figures["mean_input_len"] + first.figures["mean_output_len"] / 2)
+        outcome.round_split = contender.split(first.level.concurrency or 1, context)
+
+
+# -- afterwards --------------------------------------------------------------------------------------------------------
+
+
+def plain_of(outcomes: Sequence[Outcome], other: Outcome | None = None) -> Outcome | None:
+    """Plain decoding of this run: over the same kernels if there are several, otherwise the first."""
+    plain = [one for one in outcomes if one.is_plain and one.levels]
+    same = [one for one in plain if other and one.facts.get("kernels") == other.facts.get("kernels")]
+    return next(iter([*same, *plain]), None)
+
+
+def plain_answers(outcome: Outcome | None) -> dict[str, Response]:
+    """The first answer to each prompt."""
+    answers: dict[str, Response] = {}
+    for level in outcome.levels if outcome else ():
+        for response in level.responses:
+            answers.setdefault(response.key, response)
+    return answers
+
+
+def compare_with_plain(outcomes: Sequence[Outcome], synthetic: bool) -> None:
+    """Fill in speed-ups and, unless weights are random, whether answers are equal."""
+    for outcome in outcomes:
+        plain = plain_of(outcomes, outcome)
+        answers = plain_answers(plain)
+        for result in outcome.levels:
+            base = plain.at(result.level) if plain else None
+            if base is not None:
+                result.speedup = result.figures["output_throughput"] / base.figures["output_throughput"]
+            if plain is not None and not synthetic:
+                result.exact = exact_match(answers, result.responses)
+
+
+def add_ceilings(outcomes: Sequence[Outcome], rates: Rates | None) -> None:
+    """For everybody who ran on this device.  The reference costs what our engine with its draft does."""
+    for outcome in outcomes:
+        cost = outcome.cost or _same_models(outcomes, outcome)
+        rows = int(outcome.facts.get("block_size") or 1)
+        for result in outcome.levels if cost and rates else ():
+            assert cost and rates
+            at_once = result.level.concurrency
+            if at_once is not None:
+                result.ceiling = level_ceiling(cost, rates, at_once, result.figures, rows)
+
+
+def _same_models(outcomes: Sequence[Outcome], outcome: Outcome) -> ModelCost | None:
+    if outcome.facts.get("kind") != "reference":
+        return None
+    return next((one.cost for one in outcomes if one.facts.get("draft") == outcome.facts["draft"]), None)

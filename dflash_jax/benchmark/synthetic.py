@@ -1,0 +1,133 @@
+"""Shapes whose weights are not at hand: random weights, and an acceptance that is forced to a given mean.
+
+Text and acceptance mean nothing here, only time does.  Acceptance is forced by kernels of this module's own, which no
+option of the engine can name: `accept_bonus` gets drafts that agree with the target's tokens as often as wanted.
+Draft, verification and commit run as ever.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax import Array
+
+from dflash_jax.benchmark.engine_contender import Served
+from dflash_jax.config import read_draft, read_target
+from dflash_jax.drafters import DFlashDrafter, Drafter, NoDrafter, Weights
+from dflash_jax.engine.build import Loaded, choose_dtype, make_state, plan_sizes, use_compilation_cache
+from dflash_jax.engine.engine import Engine
+from dflash_jax.engine.runner import DeviceRunner
+from dflash_jax.engine.settings import EngineSettings
+from dflash_jax.errors import UserError
+from dflash_jax.llm import use_platform
+from dflash_jax.models import FAMILIES
+from dflash_jax.models.dflash import draft_specs, with_injection
+from dflash_jax.ops import Accepted, Kernels, select
+from dflash_jax.params import random_params
+from dflash_jax.presets import load_preset
+from dflash_jax.sharding import make_mesh
+from dflash_jax.steps import StepConfig, Steps
+from dflash_jax.weights import TargetCheckpoint
+
+WHERE = "random weights of shape "
+
+
+@dataclasses.dataclass(frozen=True)
+class ForcedAcceptance(Kernels):
+    """The kernels of a backend, except that a draft agrees with the target with probability `rate`, if all before did.
+
+    The choice is a hash of the request's length, bonus and row, hence the same in every run.
+    """
+
+    rate: float = 0.0
+
+    def accept_bonus(
+        self, block_ids: Array, target_tokens: Array, broken: Array, seq_len: Array, limit: Array, stop_ids: Array,
+        live: Array,
+    ) -> Accepted:  # fmt: skip
+        """As the op of that name, with forced drafts in block_ids int32 [S, B]."""
+        rows, block = block_ids.shape
+        uniform = hashed(seq_len, block_ids[:, 0], jnp.arange(rows, dtype=jnp.int32))
+        reach = jnp.asarray(self.rate ** np.arange(1, block), jnp.float32)  # that so many drafts are accepted
+        agree = uniform[:, None] < reach[None]
+        drafts = jnp.where(agree, target_tokens[:, :-1], target_tokens[:, :-1] + 1)
+        forced = jnp.concatenate([block_ids[:, :1], drafts], axis=1)
+        accept = super().__getattr__("accept_bonus")
+        return accept(forced, target_tokens, broken, seq_len, limit, stop_ids, live)
+
+
+def hashed(*parts: Array) -> Array:
+    """float32 [S] in 0 … 1 from int32 [S] each: a few rounds of multiply and shift."""
+    x = jnp.zeros_like(parts[0]).astype(jnp.uint32)
+    for part in parts:
+        x = (x ^ part.astype(jnp.uint32)) * jnp.uint32(0x9E3779B1)
+        x = (x ^ (x >> jnp.uint32(15))) * jnp.uint32(0x85EBCA77)
+        x = x ^ (x >> jnp.uint32(13))
+    return (x >> jnp.uint32(8)).astype(jnp.float32) / jnp.float32(1 << 24)
+
+
+def acceptance_rate(mean: float, block: int) -> float:
+    """The probability p with 1 + p + … + p^(block − 1) = mean tokens of a round."""
+    if not 1 <= mean <= block:
+        raise UserError(f"--synthetic-acceptance {mean:g} is outside 1 … {block}, the tokens of a block")
+    low, high = 0.0, 1.0
+    for _ in range(60):
+        middle = (low + high) / 2
+        if sum(middle**k for k in range(block)) < mean:
+            low = middle
+        else:
+            high = middle
+    return (low + high) / 2
+
+
+def random_pair(preset: str, dtype_name: str, drafted: bool, block_size: int | None = None) -> Loaded:
+    """A target of the preset's shape with random weights, and its draft if `drafted`."""
+    shape = load_preset(preset)
+    if "target" not in shape:
+        raise UserError(f"preset {preset!r} is a machine, not a pair of models")
+    mesh = make_mesh()
+    platform = mesh.devices.flat[0].platform
+    dtype = choose_dtype(dtype_name, platform)
+    config = read_target(f"preset {preset}", shape["target"])
+    key = jax.random.key(0)
+    target = random_params(FAMILIES[config.family].specs(config), key, dtype)
+    drafter, draft = NoDrafter(), None
+    if drafted:
+        drafter, draft = _random_draft(preset, shape["draft"], config, dtype, block_size)
+    nothing: Any = None  # no file stands behind these weights
+    checkpoint = TargetCheckpoint(config, nothing, nothing, nothing, WHERE + preset)
+    return Loaded(checkpoint, drafter, Weights(target, draft), dtype, platform, mesh)
+
+
+def _random_draft(preset: str, raw: Any, target: Any, dtype: Any, block_size: int | None) -> tuple[Drafter, Any]:
+    config = read_draft(f"preset {preset}", raw, target)
+    if block_size is not None and not 1 < block_size <= config.block_size:
+        raise UserError(f"block_size {block_size} is outside 2 … {config.block_size}")
+    params = random_params(draft_specs(config), jax.random.key(1), dtype)
+    return DFlashDrafter(config), with_injection(params, config)
+
+
+def make_settings(preset: str, drafted: bool, options: dict[str, Any]) -> EngineSettings:
+    return EngineSettings(target=WHERE + preset, draft="random DFlash" if drafted else "none", **options)
+
+
+def serve_preset(
+    preset: str, mean: float | None, drafted: bool, platform: str | None, options: dict[str, Any]
+) -> Served:
+    """An engine over random weights; with a draft, of rounds that commit `mean` tokens on average."""
+    use_platform(platform)
+    use_compilation_cache()
+    settings = make_settings(preset, drafted, options)
+    loaded = random_pair(preset, settings.dtype, drafted, settings.block_size)
+    sizes = plan_sizes(loaded, settings)
+    kernels = select(settings.kernels, loaded.platform)
+    if mean is not None:
+        rate = acceptance_rate(mean, sizes.block_size) if drafted else 0.0
+        own = {field.name: getattr(kernels, field.name) for field in dataclasses.fields(kernels)}
+        kernels = ForcedAcceptance(**own, rate=rate)
+    steps = Steps(StepConfig(loaded.config, loaded.drafter, sizes.page_size, kernels))
+    return Served(Engine(settings, loaded, DeviceRunner(steps, loaded.weights, make_state(loaded, sizes), sizes)))
