@@ -8,6 +8,7 @@ and the last one of a step is accompanied by the first one of the step after it.
 from __future__ import annotations
 
 import functools
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
@@ -17,7 +18,8 @@ from jax import Array
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import tpu as pltpu
 
-from .tiles import LANES, VMEM_LIMIT_BYTES, Tiles, attention_tiles, round_up
+from .memory import in_hbm, vmem_limit_bytes
+from .tiles import LANES, Tiles, attention_tiles, round_up
 
 NOTHING = -3.0e38  # a best score before any: finite, so that no difference of infinities arises
 
@@ -25,6 +27,9 @@ NOTHING = -3.0e38  # a best score before any: finite, so that no difference of i
 def quotient(n: Any, divisor: int) -> Any:
     """n // divisor of what is not negative: without the correction of signs, which asks what chip it is for."""
     return n if divisor == 1 else jax.lax.div(n, jnp.int32(divisor))
+
+
+UNROLLED_ROWS = 256  # more rows keep the chip busy within one head, and take long to compile
 
 
 @dataclass(frozen=True)
@@ -41,6 +46,7 @@ class Launch:
     causal: bool
     window: int | None
     exact: bool
+    unroll: bool
     steps: int  # of each lane
 
     @property
@@ -51,6 +57,14 @@ class Launch:
     @property
     def head_groups(self) -> int:
         return self.kv_heads // self.tiles.heads
+
+    def each_head(self, body: Callable[[Any], None]) -> None:
+        """`body(g)` for every head of a step; unrolled, so that products and softmax of two heads overlap."""
+        if self.unroll:
+            for g in range(self.tiles.heads):
+                body(g)
+        else:
+            pl.loop(0, self.tiles.heads)(body)
 
     def place(self, step: Any) -> tuple[Any, Any, Any]:
         """(request, group of key/value heads, tile of rows) of a step, counted over all lanes."""
@@ -112,7 +126,9 @@ def _step(
         return 1 - half
 
     turn[0] = jax.lax.fori_loop(first, last, fold_chunk, turn[0])
-    for g in range(launch.tiles.heads):
+
+    @launch.each_head
+    def _(g):
         out_ref[0, g] = (mixed_ref[g] / total_ref[g, :, :1]).astype(out_ref.dtype)
 
 
@@ -158,7 +174,9 @@ def _fold_block(launch: Launch, q_ref, own_ref, best_ref, total_ref, mixed_ref, 
         if launch.window is not None:
             seen &= (row - j < launch.window) & (j - row < launch.window)
         at = slice(None) if count == 1 else pl.ds(pl.multiple_of(t * size, size), size)
-        for g in range(launch.tiles.heads):
+
+        @launch.each_head
+        def _(g):
             keys, values = own_ref[0, 0, g, at], own_ref[0, 1, g, at]
             _fold(launch, g, q_ref, keys, values, seen, best_ref, total_ref, mixed_ref)
 
@@ -176,7 +194,9 @@ def _fold_pages(launch: Launch, q_ref, half_ref, best_ref, total_ref, mixed_ref,
     seen = j < left
     if launch.window is not None:
         seen &= left + row - j < launch.window
-    for g in range(launch.tiles.heads):
+
+    @launch.each_head
+    def _(g):
         keys, values = (half_ref[:, side, g].reshape(launch.tokens, -1) for side in (0, 1))
         _fold(launch, g, q_ref, keys, values, seen, best_ref, total_ref, mixed_ref)
 
@@ -189,12 +209,14 @@ def _blank(launch: Launch, half_ref, left) -> None:
         shape = half_ref.shape[:1] + half_ref.shape[3:]
         at = jax.lax.broadcasted_iota(jnp.int32, shape, 0) * launch.page_size
         there = at + jax.lax.broadcasted_iota(jnp.int32, shape, 1) < left
-        for g in range(launch.tiles.heads):
+
+        @launch.each_head
+        def _(g):
             values = half_ref[:, 1, g].astype(jnp.float32)
             half_ref[:, 1, g] = jnp.where(there, values, 0.0).astype(half_ref.dtype)
 
 
-def _fold(launch: Launch, g: int, q_ref, keys, values, seen, best_ref, total_ref, mixed_ref) -> None:
+def _fold(launch: Launch, g, q_ref, keys, values, seen, best_ref, total_ref, mixed_ref) -> None:
     """Keys and values [T, D] folded into the running softmax of head g; seen bool [M, T]."""
     exact = jax.lax.Precision.HIGHEST if launch.exact else None
     product = functools.partial(jax.lax.dot_general, precision=exact, preferred_element_type=jnp.float32)
@@ -229,9 +251,8 @@ def paged_attention(
     g, size, width = pool.shape[2], pool.shape[3], page_table.shape[1]
     tiles = attention_tiles(s, b, g, n // g, d, width, size, q.dtype.itemsize)
     steps = s * (g // tiles.heads) * tiles.row_tiles // tiles.lanes
-    launch = Launch(
-        tiles, b, n // g, g, width, size, d**-0.5, causal, window, q.dtype == jnp.float32, steps
-    )  # fmt: skip
+    unroll = tiles.rows <= UNROLLED_ROWS and not interpret
+    launch = Launch(tiles, b, n // g, g, width, size, d**-0.5, causal, window, q.dtype == jnp.float32, unroll, steps)
     grouped = q.reshape(s, b, g, n // g, d).swapaxes(1, 2).reshape(s, g, -1, d)
     padded = jnp.pad(grouped, ((0, 0), (0, 0), (0, tiles.rows * tiles.row_tiles - grouped.shape[2]), (0, 0)))
     out = _call(launch, padded, _own(kv, tiles.own), pool, page_table, lengths, interpret)
@@ -266,6 +287,12 @@ def _call(launch: Launch, q: Array, own: Array, pool: Array, table: Array, lengt
 
     rows = pl.BlockSpec((1, tiles.heads, tiles.rows, d), q_at)
     state = pltpu.VMEM((tiles.heads, tiles.rows, LANES), jnp.float32)
+    buffers = [
+        state, state, pltpu.VMEM((tiles.heads, tiles.rows, d), jnp.float32),
+        pltpu.VMEM((2, tiles.pages, 2, tiles.heads, launch.page_size, d), pool.dtype),
+    ]  # fmt: skip
+    blocks = [(tiles.heads, tiles.rows, d), (tiles.heads, tiles.rows, d), (2, tiles.heads, own.shape[3], d)]
+    scores = 4 * tiles.rows * launch.tokens * 4
     grid = pltpu.PrefetchScalarGridSpec(
         num_scalar_prefetch=2,
         grid=(tiles.lanes, launch.steps),
@@ -275,19 +302,16 @@ def _call(launch: Launch, q: Array, own: Array, pool: Array, table: Array, lengt
             pl.BlockSpec(memory_space=pl.ANY),
         ],
         out_specs=rows,
-        scratch_shapes=[
-            state, state, pltpu.VMEM((tiles.heads, tiles.rows, d), jnp.float32),
-            pltpu.VMEM((2, tiles.pages, 2, tiles.heads, launch.page_size, d), pool.dtype),
-            pltpu.SemaphoreType.DMA((2,)), pltpu.SMEM((1,), jnp.int32),
-        ],  # fmt: skip
+        scratch_shapes=[*buffers, pltpu.SemaphoreType.DMA((2,)), pltpu.SMEM((1,), jnp.int32)],
     )
     return pl.pallas_call(
         functools.partial(_step, launch=launch),
         grid_spec=grid,
         out_shape=jax.ShapeDtypeStruct(q.shape, q.dtype),
         compiler_params=pltpu.CompilerParams(
-            dimension_semantics=("parallel", "arbitrary"), vmem_limit_bytes=VMEM_LIMIT_BYTES
+            dimension_semantics=("parallel", "arbitrary"),
+            vmem_limit_bytes=vmem_limit_bytes(buffers, blocks, q.dtype, scores),
         ),
         interpret=interpret,
         name="paged_attention",
-    )(table.reshape(-1), lengths, q, own, pool)
+    )(table.reshape(-1), lengths, q, own, in_hbm(pool, interpret))

@@ -9,7 +9,6 @@ CHUNK_BYTES = 2 << 20  # of pages in one half of the double buffer: at 1.6 TB/s 
 OWN_BYTES = 4 << 20  # of a request's own keys and values
 WRITE_BYTES = 2 << 20  # of pages that are written together
 TILE_ROWS = 1024  # query rows × heads of one key/value head in a tile
-VMEM_LIMIT_BYTES = 60 << 20  # of the 64 MiB of the smallest chip (7x); XLA's default is a quarter of that
 
 
 @dataclass(frozen=True)

@@ -17,7 +17,8 @@ from jax import Array
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import tpu as pltpu
 
-from .tiles import VMEM_LIMIT_BYTES, WriteTiles, write_tiles
+from .memory import in_hbm, vmem_limit_bytes
+from .tiles import WriteTiles, write_tiles
 
 BITS = 32  # rows that one word of a plan speaks of
 
@@ -169,6 +170,11 @@ def write_rows(pool: Array, kv: Array, locations: Array, interpret: Any = False)
         first, group = launch.place(lane * launch.steps + step)
         return jax.lax.div(first, jnp.int32(tiles.requests)), 0, group, 0, 0
 
+    buffers = [
+        pltpu.VMEM((2, tiles.heads, tiles.columns * size, d), jnp.float32),
+        pltpu.VMEM((2, tiles.requests * tiles.columns, 2, tiles.heads, size, d), pool.dtype),
+    ]
+    blocks = [(tiles.requests, 2, tiles.heads, b, d)]
     grid = pltpu.PrefetchScalarGridSpec(
         num_scalar_prefetch=3,
         grid=(tiles.lanes, steps),
@@ -177,11 +183,7 @@ def write_rows(pool: Array, kv: Array, locations: Array, interpret: Any = False)
             pl.BlockSpec(memory_space=pl.ANY),
         ],
         out_specs=pl.BlockSpec(memory_space=pl.ANY),
-        scratch_shapes=[
-            pltpu.VMEM((2, tiles.heads, tiles.columns * size, d), jnp.float32),
-            pltpu.VMEM((2, tiles.requests * tiles.columns, 2, tiles.heads, size, d), pool.dtype),
-            pltpu.SemaphoreType.DMA((2,)), pltpu.SemaphoreType.DMA((2,)),
-        ],  # fmt: skip
+        scratch_shapes=[*buffers, pltpu.SemaphoreType.DMA((2,)), pltpu.SemaphoreType.DMA((2,))],
     )
     moved = 2 * s * tiles.columns * (pool.nbytes // pool.shape[0]) + rows.nbytes
     return pl.pallas_call(
@@ -190,9 +192,10 @@ def write_rows(pool: Array, kv: Array, locations: Array, interpret: Any = False)
         out_shape=jax.ShapeDtypeStruct(pool.shape, pool.dtype),
         input_output_aliases={4: 0},
         compiler_params=pltpu.CompilerParams(
-            dimension_semantics=("parallel", "arbitrary"), vmem_limit_bytes=VMEM_LIMIT_BYTES, has_side_effects=False
+            dimension_semantics=("parallel", "arbitrary"),
+            vmem_limit_bytes=vmem_limit_bytes(buffers, blocks, pool.dtype),
         ),
         cost_estimate=pl.CostEstimate(flops=0, transcendentals=0, bytes_accessed=moved),
         interpret=interpret,
         name="paged_write",
-    )(*plan(locations, tiles.columns, size), rows, pool)
+    )(*plan(locations, tiles.columns, size), rows, in_hbm(pool, interpret))

@@ -1,0 +1,36 @@
+"""Where a kernel's arrays lie, and how much VMEM it asks for."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from typing import Any
+
+import jax.numpy as jnp
+from jax import Array
+from jax.experimental.pallas import tpu as pltpu
+
+from .tiles import LANES, round_up, sublanes
+
+LEAST_BYTES, MOST_BYTES = 16 << 20, 60 << 20  # XLA's default for a kernel; of the 64 MiB of the smallest chip (7x)
+
+
+def in_hbm(pool: Array, interpret: Any) -> Array:
+    """`pool`, to be read and written where it lies: XLA copies whole pools into VMEM where they fit, for a few pages."""
+    return pool if interpret else pltpu.with_memory_space_constraint(pool, pltpu.HBM)
+
+
+def vmem_limit_bytes(buffers: Sequence[Any], blocks: Sequence[tuple[int, ...]], dtype: Any, beside: int = 0) -> int:
+    """What a kernel needs: its buffers, two of each block of its operands (of type `dtype`), `beside`, and some more.
+
+    XLA keeps the rest of VMEM for the weights that come next, so it is not simply all.
+    """
+    needed = sum(_padded(buffer.shape, buffer.dtype) for buffer in buffers)
+    needed += 2 * sum(_padded(block, dtype) for block in blocks) + beside
+    return min(max(needed * 5 // 4 + (2 << 20), LEAST_BYTES), MOST_BYTES)
+
+
+def _padded(shape: Sequence[int], dtype: Any) -> int:
+    """Bytes of an array in whole tiles."""
+    size = jnp.dtype(dtype).itemsize
+    return math.prod(shape[:-2]) * round_up(shape[-2], sublanes(size)) * round_up(shape[-1], LANES) * size
