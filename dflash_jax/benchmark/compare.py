@@ -61,7 +61,7 @@ def make_table(rows: Sequence[tuple[str, str, Json, Json]]) -> Table:
     table.add_column("contender", overflow="fold")
     table.add_column("at once", justify="right")
     for heading in FIGURES.values():
-        table.add_column(heading, justify="right")
+        table.add_column(heading, justify="right", no_wrap=True)
     for name, level, a, b in rows:
         table.add_row(name, level, *(change(a.get(key), b.get(key)) for key in FIGURES))
     return table
@@ -70,7 +70,7 @@ def make_table(rows: Sequence[tuple[str, str, Json, Json]]) -> Table:
 def change(a: float | None, b: float | None) -> str:
     if a is None or b is None:
         return "–"
-    ratio = f" (×{b / a:.2f})" if a else ""
+    ratio = f"\n(×{b / a:.2f})" if a else ""
     return f"{a:.4g} → {b:.4g}{ratio}"
 
 

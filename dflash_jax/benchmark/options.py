@@ -27,7 +27,7 @@ examples:
 
 exit code: 0; 1 where a contender failed and the others' results were kept; 2 after a mistake; 130 after Ctrl-C"""
 ENGINE = ("block_size", "speculation", "dtype", "max_model_len", "kv_cache_bytes", "draft_sampling")
-DEFAULTS = {"output_len": 64, "num_prompts": 10, "concurrency": "1,4", "repeats": 1, "seed": 0, "timeout": 120.0}
+DEFAULTS = {"output_len": 48, "num_prompts": 10, "concurrency": "1,4", "repeats": 1, "seed": 0, "timeout": 120.0}
 
 
 class Parser(argparse.ArgumentParser):

@@ -89,6 +89,8 @@ class ServerContender:
     def _checked(self, response: Response, path: str) -> Response:
         if not response.piece_s:
             raise ContenderError(f"{self._who}: {path} ended without any text")
+        if response.finish_reason is None:
+            raise ContenderError(f"{self._who}: {path} ended in the middle of an answer, without a finish_reason")
         if response.output_tokens == 0:  # no usage was told
             count = self.codec.count(response.text or "")
             if not count:

@@ -1,0 +1,105 @@
+"""When requests are sent, and what becomes of those that are left when one fails."""
+
+from __future__ import annotations
+
+import asyncio
+
+import pytest
+
+from dflash_jax.benchmark.contender import ContenderError
+from dflash_jax.benchmark.load import Level, Sampling, arrivals, run_level
+from dflash_jax.benchmark.play import Outcome, Plan, play
+from dflash_jax.benchmark.workloads import Item, Workload
+
+from .fakes import FakeContender
+
+ITEMS = tuple(Item(f"item-{i}", [{"role": "user", "content": str(i)}], 4, number=i) for i in range(6))
+
+
+def plan(*levels: Level, **more: object) -> Plan:
+    return Plan(Workload("six", ITEMS), levels, 6, **more)  # pyright: ignore[reportArgumentType]
+
+
+def run(contender: FakeContender, level: Level, items: tuple[Item, ...] = ITEMS) -> list[str]:
+    found = asyncio.run(run_level(contender, items, level, Sampling(temperature=0.5, seed=40)))
+    return [one.key for one in found]
+
+
+@pytest.mark.parametrize("at_once", [1, 2, 5])
+def test_never_more_at_once_and_answers_in_order(at_once):
+    contender = FakeContender(seconds=0.002)
+    assert run(contender, Level(concurrency=at_once)) == [item.key for item in ITEMS]
+    assert contender.most_at_once == at_once
+
+
+def test_each_prompt_has_its_own_seed():
+    contender = FakeContender()
+    run(contender, Level(concurrency=1))
+    assert [ask.seed for ask in contender.asked] == [40, 41, 42, 43, 44, 45]
+
+
+def test_poisson_arrivals():
+    times = arrivals(20_000, 50.0, seed=1)
+    gaps = [b - a for a, b in zip([0.0, *times], times, strict=False)]
+    mean = sum(gaps) / len(gaps)
+    assert mean == pytest.approx(1 / 50, rel=0.03)
+    spread = (sum((gap - mean) ** 2 for gap in gaps) / len(gaps)) ** 0.5
+    assert spread == pytest.approx(mean, rel=0.05)  # as in an exponential distribution
+    assert arrivals(3, None, seed=1) == [0.0] * 3
+
+
+def test_a_rate_does_not_wait_for_answers():
+    contender = FakeContender(seconds=0.3)
+    run(contender, Level(request_rate=1000.0))
+    assert contender.most_at_once == 6
+
+
+def test_turns_follow_the_contenders_own_answers():
+    contender = FakeContender()
+    item = Item("talk", [{"role": "user", "content": "first"}], 4, more=("second", "third"))
+    assert run(contender, Level(concurrency=1), (item,)) == ["talk", "talk#1", "talk#2"]
+    assert [message["content"] for message in contender.asked[2].prompt] == [
+        "first", "answer 1", "second", "answer 2", "third",
+    ]  # fmt: skip
+
+
+def test_the_first_error_is_raised_as_it_is():
+    with pytest.raises(ContenderError, match="fake is tired"):
+        run(FakeContender(seconds=0.01, fails_at=2), Level(concurrency=3))
+
+
+# -- a contender's turn ------------------------------------------------------------------------------------------------
+
+
+def played(contender: FakeContender, its_plan: Plan) -> Outcome:
+    outcome = Outcome(contender.name)
+    asyncio.run(play(contender, its_plan, outcome))
+    return outcome
+
+
+def test_levels_that_were_measured_are_kept_when_a_later_one_fails():
+    contender = FakeContender(fails_at=8)
+    outcome = played(contender, plan(Level(concurrency=1), Level(concurrency=2)))
+    assert outcome.error == "fake is tired"
+    assert [one.level.label for one in outcome.levels] == ["1"]
+    assert outcome.facts == {"kind": "fake"}
+    assert contender.log == ["open", "warm 2", "close"]
+
+
+def test_one_that_serves_one_at_a_time_sits_out():
+    outcome = played(FakeContender(max_concurrency=1), plan(Level(concurrency=1), Level(concurrency=4)))
+    assert [one.level.label for one in outcome.levels] == ["1"]
+    assert outcome.notes == ["not at 4: it serves 1 request at a time"] and outcome.error is None
+
+
+def test_repeats():
+    contender = FakeContender()
+    outcome = played(contender, plan(Level(concurrency=2), repeats=3))
+    assert len(contender.asked) == 18 and len(outcome.levels[0].figures["output_throughput_runs"]) == 3
+
+
+def test_a_run_in_which_something_was_compiled_is_run_again():
+    contender = FakeContender(compiles=2)
+    outcome = played(contender, plan(Level(concurrency=2)))
+    assert len(contender.asked) == 12
+    assert len(outcome.levels[0].responses) == 6
