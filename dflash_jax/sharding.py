@@ -11,6 +11,7 @@ from typing import Any
 
 import jax
 import numpy as np
+from jax.experimental.layout import Format, Layout
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
 from dflash_jax import axes
@@ -43,4 +44,25 @@ def spec_shardings(specs: Any, mesh: Mesh) -> Any:
 
 def place(array: Any, spec: ParamSpec, mesh: Mesh) -> jax.Array:
     """Put one parameter on its devices."""
-    return jax.device_put(array, sharding(mesh, spec.axes, spec.shape))
+    return jax.device_put(array, placement(spec, mesh))
+
+
+def placement(spec: ParamSpec, mesh: Mesh) -> NamedSharding | Format:
+    """Where a parameter lies: the devices and, on TPU, the order of its axes in memory."""
+    where = sharding(mesh, spec.axes, spec.shape)
+    order = memory_order(spec)
+    if mesh.devices.flat[0].platform != "tpu" or order == tuple(range(len(order))):
+        return where
+    return Format(Layout(order), where)
+
+
+def memory_order(spec: ParamSpec) -> tuple[int, ...]:
+    """Axes from the outermost to the innermost as the TPU's matrix unit wants them.
+
+    It reads tiles of the two innermost axes.  A projection [H, …, D] that sums over H is tiled over (H, D); in the
+    order of its declaration a fused one has 2 or 6 in the place of H, and every step would copy it to another order.
+    """
+    last = len(spec.shape) - 1
+    if last < 2 or spec.axes[0] != axes.EMBED:
+        return tuple(range(last + 1))
+    return (*range(1, last), 0, last)

@@ -23,7 +23,7 @@ from jax.sharding import Mesh
 
 from dflash_jax.errors import UserError
 from dflash_jax.params import Params, map_specs, walk
-from dflash_jax.sharding import spec_shardings
+from dflash_jax.sharding import place, spec_shardings
 from dflash_jax.weights.loader import load_params
 from dflash_jax.weights.sources import TensorSource
 from dflash_jax.weights.tables import Table
@@ -148,13 +148,14 @@ def _restore(entry: Path, specs: Any, dtype: Any, mesh: Mesh) -> Params:
     wanted = map_specs(described, specs, spec_shardings(specs, mesh))
     with _checkpointer() as checkpointer:
 
-        def one(name: str, part: Any) -> Any:
+        def one(name: str, part: Any, part_specs: Any) -> Any:
             item = {"part": part}
             arguments = checkpoint_utils.construct_restore_args(item)
             found = checkpointer.restore(entry.resolve() / name, item=item, restore_args=arguments)["part"]
-            return jax.block_until_ready(found)
+            return jax.block_until_ready(map_specs(lambda spec, x: place(x, spec, mesh), part_specs, found))
 
-        return _rebuilt(wanted, {name: one(name, part) for name, part in _parts(wanted)})
+        specs_of = dict(_parts(specs))
+        return _rebuilt(wanted, {name: one(name, part, specs_of[name]) for name, part in _parts(wanted)})
 
 
 def _rebuilt(tree: dict[str, Any], parts: dict[str, Any]) -> Params:
