@@ -8,6 +8,7 @@ and the last one of a step is accompanied by the first one of the step after it.
 from __future__ import annotations
 
 import functools
+import math
 from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
@@ -312,6 +313,17 @@ def _call(launch: Launch, q: Array, own: Array, pool: Array, table: Array, lengt
             dimension_semantics=("parallel", "arbitrary"),
             vmem_limit_bytes=vmem_limit_bytes(buffers, blocks, q.dtype, scores),
         ),
+        cost_estimate=_cost(launch, q, own, pool),
         interpret=interpret,
         name="paged_attention",
     )(table.reshape(-1), lengths, q, own, in_hbm(pool, interpret))
+
+
+def _cost(launch: Launch, q: Array, own: Array, pool: Array) -> pl.CostEstimate:
+    """Of full tables: what a launch costs at most, and each tile of rows copies the pages anew."""
+    tokens = launch.width * launch.page_size
+    scores = math.prod(q.shape[:3]) * (tokens + own.shape[3])
+    pages = q.shape[0] * launch.tiles.row_tiles * launch.width * (pool.nbytes // pool.shape[0])
+    return pl.CostEstimate(
+        flops=4 * scores * q.shape[3], transcendentals=scores, bytes_accessed=2 * q.nbytes + own.nbytes + pages
+    )
