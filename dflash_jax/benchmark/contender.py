@@ -50,6 +50,7 @@ class Response:
     finish_reason: str | None = None
     accept_lengths: list[int] | None = None
     accept_length: float | None = None
+    streamed: bool = True
 
     @property
     def ttft_s(self) -> float:
@@ -67,7 +68,9 @@ class Response:
 
     @property
     def itl_s(self) -> list[float]:
-        """Times between streamed pieces, each of one or several tokens."""
+        """Times between streamed pieces, each of one or several tokens; none where an answer comes as a whole."""
+        if not self.streamed:
+            return []
         return [after - before for before, after in zip(self.piece_s, self.piece_s[1:], strict=False)]
 
     @property

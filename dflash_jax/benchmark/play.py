@@ -212,4 +212,5 @@ def add_ceilings(outcomes: Sequence[Outcome], rates: Rates | None) -> None:
 def _same_models(outcomes: Sequence[Outcome], outcome: Outcome) -> ModelCost | None:
     if outcome.facts.get("kind") != "reference":
         return None
-    return next((one.cost for one in outcomes if one.facts.get("draft") == outcome.facts["draft"]), None)
+    costs = {one.facts["draft"].removeprefix("dflash:"): one.cost for one in outcomes if one.cost}
+    return costs.get(outcome.facts["draft"])

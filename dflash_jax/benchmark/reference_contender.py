@@ -75,7 +75,7 @@ class ReferenceContender:
         tokens = found["token_ids"]
         return Response(
             ask.key, len(ids), len(tokens), sent_s, [sent_s + found["ttft_s"], sent_s + found["e2e_s"]], tokens,
-            self._codec.decode(tokens), accept_lengths=found["accept_lengths"],
+            self._codec.decode(tokens), accept_lengths=found["accept_lengths"], streamed=False,
         )  # fmt: skip
 
     async def _talk(self, message: dict[str, Any]) -> dict[str, Any]:

@@ -136,7 +136,7 @@ def make_engine(setting: Setting, name: str, draft: str, backend: str) -> Engine
         return EngineContender(name, functools.partial(serve_llm, setting.target, draft, args.platform, **engine))
     mean = args.synthetic_acceptance if draft != "none" else None
     make = functools.partial(serve_preset, args.preset, mean, draft != "none", args.platform, engine)
-    how = "random weights" if mean is None else f"synthetic acceptance {mean:g}"
+    how = "random weights" if mean is None else f"synthetic {mean:g}"
     return EngineContender(f"{name} ({how})", make, mean)
 
 

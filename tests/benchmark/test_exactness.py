@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
+from dflash_jax.benchmark.ceiling import ModelCost, Rates
 from dflash_jax.benchmark.exactness import Difference, exact_match, first_difference
 from dflash_jax.benchmark.load import Level
-from dflash_jax.benchmark.play import LevelResult, Outcome, compare_with_plain
+from dflash_jax.benchmark.play import LevelResult, Outcome, add_ceilings, compare_with_plain
 
 from .fakes import response
 
@@ -54,3 +55,16 @@ def test_nothing_is_compared_without_plain_or_with_random_weights():
     both = [outcome("plain", 10), outcome("d", 60, draft="d")]
     compare_with_plain(both, synthetic=True)
     assert both[1].levels[0].speedup == 6 and both[1].levels[0].exact is None
+
+
+def test_the_reference_has_the_ceiling_of_the_engine_with_its_draft():
+    cost = ModelCost(1000, 500, 2.0, 100, 50, 200, 100, 1.0)
+    shape = {"mean_input_len": 0, "mean_output_len": 0, "accept_length": 2.0, "rounds_by_width": {}}
+    everyone = [outcome("reference", 5, draft="d"), outcome("server", 5), outcome("d", 9, draft="dflash:d")]
+    everyone[0].facts |= {"kind": "reference", "block_size": 4}
+    everyone[1].facts = {"kind": "server"}
+    everyone[2].cost = cost
+    for one in everyone:
+        one.levels[0].figures |= shape
+    add_ceilings(everyone, Rates(100.0, 1e12, "float32"))
+    assert [one.levels[0].ceiling and one.levels[0].ceiling["round_ms"] for one in everyone] == [13_000, None, 10_000]

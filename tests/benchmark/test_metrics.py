@@ -23,6 +23,11 @@ def test_a_single_token_has_no_time_per_token():
     assert found["mean_ttft_ms"] == found["mean_e2el_ms"] == 1000
 
 
+def test_an_answer_that_comes_as_a_whole_has_no_itl():
+    found = latencies([response(pieces=(1.0, 5.0), tokens=9, streamed=False)])
+    assert found["median_itl_ms"] is None and found["mean_tpot_ms"] == 500
+
+
 def test_latencies_are_in_milliseconds_over_all_responses():
     found = latencies([response(pieces=(0.1 * i, 0.1 * i + 1), tokens=2) for i in range(1, 102)])
     assert found["mean_ttft_ms"] == pytest.approx(5100)

@@ -44,6 +44,7 @@ def read(folder: Path) -> Any:
     return json.loads((folder / "results.json").read_text(encoding="utf-8"))
 
 
+@pytest.mark.slow
 def test_plain_and_draft_in_one_run(target, prompts, tmp_path, capsys):
     words = ["--draft", str(PAIR / "draft"), "--workload", str(prompts), "--concurrency", "1,2", "--repeats", "2",
              "--speculation", "always"]  # fmt: skip
@@ -98,6 +99,7 @@ def test_the_others_results_are_kept_when_a_server_fails(target, prompts, tmp_pa
     assert "server bad" in captured.err
 
 
+@pytest.mark.slow
 def test_tokens_that_differ_are_told_with_their_logit_gap(target, prompts, tmp_path, capsys, monkeypatch):
     """A contender whose third token is not plain decoding's."""
     from dflash_jax.benchmark import engine_contender

@@ -85,18 +85,17 @@ def test_no_option_of_the_engine_leads_to_it():
 @pytest.mark.slow
 def test_a_run_says_everywhere_that_it_is_synthetic(tiny_preset, tmp_path, capsys):
     words = ["--preset", tiny_preset, "--synthetic-acceptance", "3", "--input-len", "12", "--output-len", "60",
-             "--concurrency", "2", "--num-prompts", "6", "--max-model-len", "256", "--kv-cache-bytes", str(10**7),
+             "--concurrency", "2", "--num-prompts", "6", "--no-plain", "--no-split", "--max-model-len", "256",
+             "--kv-cache-bytes", str(10**7),
              "--speculation", "always", "--dtype", "float32", "--quiet", "--output", str(tmp_path)]  # fmt: skip
     assert main(words) == 0
     out = capsys.readouterr().out
     assert "SYNTHETIC: random weights, acceptance forced to 3" in out
     document = json.loads((tmp_path / "results.json").read_text())
     assert document["synthetic_acceptance"] == 3 and document["target"] == "random weights of shape tiny"
-    plain, drafted = document["results"]
-    assert plain["name"] == "plain (random weights)"
-    assert drafted["name"] == "dflash_jax DFlash (synthetic acceptance 3)"
+    [drafted] = document["results"]
+    assert drafted["name"] == "dflash_jax DFlash (synthetic 3)"
     assert drafted["facts"]["synthetic_acceptance"] == 3
     [level] = drafted["levels"]
     assert level["accept_length"] == pytest.approx(3, abs=0.5)
-    assert plain["levels"][0]["accept_length"] == 1
     assert level["total_output_tokens"] == 360 and level["exact_match"] is None
