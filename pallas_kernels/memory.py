@@ -16,7 +16,10 @@ LEAST_BYTES, MOST_BYTES = 16 << 20, 60 << 20  # XLA's default for a kernel; of t
 
 
 def in_hbm(pool: Array, interpret: Any) -> Array:
-    """`pool`, to be read and written where it lies: XLA copies whole pools into VMEM where they fit, for a few pages."""
+    """`pool`, to be read and written where it lies: XLA copies whole pools into VMEM, where they fit, for a few pages.
+
+    Results that take over its memory stay there with it.
+    """
     return pool if interpret else pltpu.with_memory_space_constraint(pool, pltpu.HBM)
 
 

@@ -112,6 +112,13 @@ class Program:
         names = self._by_name.setdefault(computation, {x.name: x for x in self.computations.get(computation, ())})
         return names.get(name)
 
+    def buffer(self, name: str) -> Buffer:
+        """The one result of an instruction of the main computation."""
+        found = self.find(self.entry, name)
+        if found is None:
+            raise KeyError(f"the program has no instruction {name}")
+        return found.results[0]
+
     @cached_property
     def kernels(self) -> list[Instruction]:
         return [x for x in self.main if x.is_kernel]
@@ -120,6 +127,11 @@ class Program:
     def cycles(self) -> int:
         """The compiler's estimate for all instructions but kernels, which it cannot look into."""
         return sum(x.number("estimated_cycles") for x in self.main)
+
+    def parameters(self) -> list[tuple[int, Buffer]]:
+        """Number and array of each argument."""
+        return [(int(x.attributes[1 : x.attributes.index(")")]), x.results[0]) for x in self.main
+                if x.kind == "parameter"]  # fmt: skip
 
     def aliased_parameters(self) -> set[int]:
         """Numbers of the arguments whose memory the results take over."""

@@ -48,6 +48,11 @@ class Work:
         return -(-(self.committed + 2 * self.block) // self.page_size)
 
     @property
+    def before_chunk(self) -> int:
+        """Committed tokens before the chunk that is compiled: the last one of a prompt of `committed` tokens."""
+        return max(0, self.committed - self.chunk)
+
+    @property
     def num_pages(self) -> int:
         return self.requests * self.pages_per_slot + 1
 
