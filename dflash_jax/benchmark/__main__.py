@@ -10,7 +10,8 @@ from collections.abc import Sequence
 from dflash_jax.errors import UserError
 
 EXIT_USER_ERROR, EXIT_INTERRUPTED = 2, 130
-COMMANDS = {"run": "run", "compare": "compare", "kernels": "kernels", "round": "round_report"}
+COMMANDS = {"run": ("run", "run"), "compare": ("compare", "compare"), "kernels": ("kernels", "kernels"),
+            "round": ("round_report", "report_round")}  # fmt: skip
 NEEDED = ("rich", "httpx")
 
 
@@ -20,8 +21,8 @@ def main(argv: Sequence[str] | None = None) -> int:
     try:
         check_packages()
         command = words.pop(0) if words and words[0] in COMMANDS else "run"
-        module = importlib.import_module(f"dflash_jax.benchmark.{COMMANDS[command]}")
-        return getattr(module, command)(words)
+        module, function = COMMANDS[command]
+        return getattr(importlib.import_module(f"dflash_jax.benchmark.{module}"), function)(words)
     except UserError as error:
         print(f"error: {error}", file=sys.stderr)
         return EXIT_USER_ERROR

@@ -17,6 +17,7 @@ import jax
 import jax.numpy as jnp
 
 from dflash_jax.cache import page_bytes
+from dflash_jax.engine.build import Loaded
 from dflash_jax.engine.engine import Engine
 from dflash_jax.params import Params, tree_bytes
 
@@ -103,9 +104,12 @@ class ModelCost:
 
 def engine_cost(engine: Engine) -> ModelCost:
     """Of the pair that an engine has loaded."""
-    loaded = engine.loaded
-    page, dtype = engine.settings.page_size, loaded.dtype
-    target = loaded.weights.target
+    return loaded_cost(engine.loaded, engine.settings.page_size)
+
+
+def loaded_cost(loaded: Loaded, page: int) -> ModelCost:
+    """Of a pair with pages of `page` tokens."""
+    target, dtype = loaded.weights.target, loaded.dtype
     head = target.get("head", target["embed"])
     unread = 0 if loaded.config.tied else target["embed"].nbytes
     return ModelCost(

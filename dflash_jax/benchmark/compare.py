@@ -17,7 +17,7 @@ Json = Mapping[str, Any]
 FIGURES = {
     "output_throughput": "tok/s", "speedup_over_plain": "speed-up", "accept_length": "tokens a round",
     "median_ttft_ms": "TTFT p50 ms", "mean_tpot_ms": "TPOT mean ms", "p99_tpot_ms": "TPOT p99 ms",
-    "share_of_ceiling": "share of ceiling",
+    "round_ms": "round ms", "op_us": "op µs", "share_of_ceiling": "share of ceiling",
 }  # fmt: skip
 MUST_MATCH = ("target", "synthetic_acceptance")
 
@@ -60,10 +60,11 @@ def make_table(rows: Sequence[tuple[str, str, Json, Json]]) -> Table:
     table = Table(title="A → B (ratio)", title_justify="left", pad_edge=False)
     table.add_column("contender", overflow="fold")
     table.add_column("at once", justify="right")
-    for heading in FIGURES.values():
-        table.add_column(heading, justify="right", no_wrap=True)
+    there = [key for key in FIGURES if any(key in figures for row in rows for figures in row[2:])]
+    for key in there:
+        table.add_column(FIGURES[key], justify="right", no_wrap=True)
     for name, level, a, b in rows:
-        table.add_row(name, level, *(change(a.get(key), b.get(key)) for key in FIGURES))
+        table.add_row(name, level, *(change(a.get(key), b.get(key)) for key in there))
     return table
 
 

@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import asyncio
 import dataclasses
-from collections.abc import Mapping, Sequence
-from typing import Any, Protocol
+from collections.abc import Coroutine, Iterable, Mapping, Sequence
+from typing import Any, Protocol, TypeVar
 
 from dflash_jax.errors import UserError
 
+T = TypeVar("T")
 Message = Mapping[str, Any]
 Prompt = str | list[int] | list[Message]
 """Text that is continued as it stands, token ids, or chat messages."""
@@ -113,6 +115,21 @@ class Counters:
 def _less(after: Sequence[int], before: Sequence[int]) -> list[int]:
     padded = [*before, *[0] * (len(after) - len(before))]
     return [a - b for a, b in zip(after, padded, strict=False)]
+
+
+async def together(coroutines: Iterable[Coroutine[Any, Any, T]]) -> list[T]:
+    """Their results, in order; the first error cancels the others and is raised as it is."""
+    try:
+        async with asyncio.TaskGroup() as group:
+            tasks = [group.create_task(one) for one in coroutines]
+    except BaseExceptionGroup as errors:
+        raise first_of(errors) from errors
+    return [task.result() for task in tasks]
+
+
+def first_of(errors: BaseExceptionGroup[Any]) -> BaseException:
+    found = errors.exceptions[0]
+    return first_of(found) if isinstance(found, BaseExceptionGroup) else found
 
 
 class Contender(Protocol):

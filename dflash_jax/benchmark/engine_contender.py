@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import asyncio
 import contextlib
 import dataclasses
 import gc
@@ -13,7 +12,7 @@ from typing import Any
 import jax
 
 from dflash_jax.benchmark.ceiling import ModelCost, engine_cost
-from dflash_jax.benchmark.contender import Ask, ContenderError, Counters, Response
+from dflash_jax.benchmark.contender import Ask, ContenderError, Counters, Response, together
 from dflash_jax.benchmark.encoding import Codec
 from dflash_jax.benchmark.memory import peak_bytes, reset_peak
 from dflash_jax.benchmark.split import split_round
@@ -22,7 +21,8 @@ from dflash_jax.engine.engine import Engine, EngineStopped
 from dflash_jax.llm import LLM
 from dflash_jax.sampling import SamplingParams
 
-WARM_TOKENS = 24
+WARM_TOKENS = 24  # of an answer; ALONE: answers that come one by one, after those together
+ALONE = 4
 
 
 @dataclasses.dataclass(frozen=True)
@@ -67,8 +67,8 @@ class EngineContender:
         with self._told():
             warm_rounds(self.served.engine, sampled=asks[0].temperature > 0)
         short = [dataclasses.replace(ask, max_tokens=min(ask.max_tokens, WARM_TOKENS)) for ask in asks]
-        await asyncio.gather(*map(self.generate, short[:concurrency]))
-        for ask in short:
+        await together(map(self.generate, short[:concurrency]))
+        for ask in short[:ALONE]:
             await self.generate(ask)
 
     def compile_s(self) -> float:

@@ -8,7 +8,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from dflash_jax.benchmark.contender import Ask, Contender, Response
+from dflash_jax.benchmark.contender import Ask, Contender, Response, together
 from dflash_jax.benchmark.workloads import Item
 
 
@@ -34,9 +34,7 @@ class Sampling:
     seed: int = 0
 
 
-async def run_level(
-    contender: Contender, items: Sequence[Item], level: Level, sampling: Sampling
-) -> list[Response]:
+async def run_level(contender: Contender, items: Sequence[Item], level: Level, sampling: Sampling) -> list[Response]:
     """Responses in the order of the items, one for each turn.  The first error cancels what is left and is raised."""
     gate = asyncio.Semaphore(level.concurrency or len(items))
     starts = arrivals(len(items), level.request_rate, sampling.seed)
@@ -46,17 +44,8 @@ async def run_level(
         async with gate:
             return await converse(contender, item, sampling)
 
-    try:
-        async with asyncio.TaskGroup() as group:
-            tasks = [group.create_task(one(i, item)) for i, item in enumerate(items)]
-    except BaseExceptionGroup as errors:
-        raise first_of(errors) from errors
-    return [response for task in tasks for response in task.result()]
-
-
-def first_of(errors: BaseExceptionGroup[Any]) -> BaseException:
-    found = errors.exceptions[0]
-    return first_of(found) if isinstance(found, BaseExceptionGroup) else found
+    found = await together(one(i, item) for i, item in enumerate(items))
+    return [response for responses in found for response in responses]
 
 
 def arrivals(count: int, rate: float | None, seed: int) -> list[float]:

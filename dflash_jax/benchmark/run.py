@@ -216,14 +216,16 @@ class Stage:
         self.rates: Rates | None = None
 
     def play_all(self, everyone: Sequence[Contender]) -> None:
-        for contender in everyone:
-            if isinstance(contender, EngineContender) and self.rates is None:
-                self._measure_rates()
-            self.outcomes.append(Outcome(contender.name))
-            asyncio.run(play(contender, self.setting.plan, self.outcomes[-1]))
+        try:
+            for contender in everyone:
+                if isinstance(contender, EngineContender) and self.rates is None:
+                    self._measure_rates()
+                self.outcomes.append(Outcome(contender.name))
+                asyncio.run(play(contender, self.setting.plan, self.outcomes[-1]))
+        finally:
+            compare_with_plain(self.outcomes, self.setting.args.preset is not None)
         if self.rates is not None:
             self._measure_rates()
-        compare_with_plain(self.outcomes, self.setting.args.preset is not None)
         self._look_at_differences()
 
     @property

@@ -15,7 +15,7 @@ from typing import Any
 
 import httpx
 
-from dflash_jax.benchmark.contender import Ask, ContenderError, Counters, Response
+from dflash_jax.benchmark.contender import Ask, ContenderError, Counters, Response, together
 from dflash_jax.benchmark.encoding import Codec
 from dflash_jax.text.prompts import shortened
 
@@ -49,6 +49,7 @@ class ServerContender:
         self._client: httpx.AsyncClient | None = None
         self._api = options.api
         self._model = options.model
+        self._is_vllm = False
         self._counted_by = "the server"
 
     @property
@@ -64,6 +65,7 @@ class ServerContender:
             if self._api == "auto":
                 found = await self.client.get("/get_model_info")
                 self._api = "sglang" if found.status_code == 200 else "openai"
+            self._is_vllm = (await self.client.get("/version")).status_code == 200
             if self._model is None and self._api == "openai":
                 self._model = await self._first_model()
 
@@ -73,12 +75,14 @@ class ServerContender:
             return str(found["data"][0]["id"])
 
     async def warm_up(self, asks: Sequence[Ask], concurrency: int) -> None:
-        for ask in asks:
-            await self.generate(dataclasses.replace(ask, max_tokens=min(ask.max_tokens, WARM_TOKENS)))
+        short = [dataclasses.replace(ask, max_tokens=min(ask.max_tokens, WARM_TOKENS)) for ask in asks]
+        await together(map(self.generate, short[:concurrency]))
 
     async def generate(self, ask: Ask) -> Response:
         make, take = (sglang_body, take_sglang) if self._api == "sglang" else (openai_body, take_openai)
         path, body = make(ask, self._model or "", self.codec)
+        if self._is_vllm:  # others may refuse what they do not know
+            body["return_token_ids"] = True
         response = Response(ask.key, 0, 0, time.perf_counter(), [], text="")
         with self._told():
             async for event in self._events(path, body):
@@ -191,7 +195,7 @@ def openai_body(ask: Ask, model: str, codec: Codec) -> tuple[str, dict[str, Any]
     body |= {"top_k": ask.top_k} if ask.top_k else {}
     body |= {"seed": ask.seed} if ask.temperature else {}
     if is_chat(ask.prompt):
-        return "/v1/chat/completions", {**body, "messages": ask.prompt, "return_meta_info": True}
+        return "/v1/chat/completions", {**body, "messages": ask.prompt}
     return "/v1/completions", {**body, "prompt": ask.prompt}
 
 
@@ -209,6 +213,8 @@ def take_openai(response: Response, event: Any, now_s: float) -> None:
             response.piece_s.append(now_s)
             response.text = (response.text or "") + piece
         response.finish_reason = choice.get("finish_reason") or response.finish_reason
+        if ids := choice.get("token_ids"):
+            response.token_ids = [*(response.token_ids or ()), *ids]
         if meta := choice.get("meta_info"):
             take_meta(response, meta)
 
@@ -232,7 +238,8 @@ def take_sglang(response: Response, event: Any, now_s: float) -> None:
     response.output_tokens = tokens
     response.prompt_tokens = int(meta.get("prompt_tokens", 0))
     response.text = event.get("text", response.text)
-    response.token_ids = event.get("output_ids", response.token_ids)
+    if ids := event.get("output_ids"):  # all so far, or the new ones alone: a server's choice
+        response.token_ids = ids if len(ids) == tokens else [*(response.token_ids or ()), *ids]
     finish = meta.get("finish_reason")
     response.finish_reason = finish.get("type") if isinstance(finish, dict) else finish
     take_meta(response, meta)

@@ -16,6 +16,7 @@ from dflash_jax.state import DecodeState
 from dflash_jax.steps import Steps, Verified
 
 REPEATS, LAUNCHES = 5, 4
+MOST_ROUNDS = 3 * (LAUNCHES * REPEATS + 2)  # that a timer commits: whole ones, those in parts, and launches alone
 PARTS = ("draft", "verify", "accept and commit")
 
 
@@ -28,7 +29,7 @@ def split_round(engine: Engine, requests: int, context: int) -> dict[str, float]
     runner = engine.runner
     requests = min(requests, runner.num_slots, runner.num_pages - 1)
     width = min(runner.pages_per_slot, (runner.num_pages - 1) // requests)
-    room = width * runner.page_size - runner.block_size * (LAUNCHES * (REPEATS + 1) + 2)
+    room = width * runner.page_size - runner.block_size * MOST_ROUNDS
     runner.state = filled(runner.state, requests, max(1, min(context, room)), width)
     timer = RoundTimer(runner.steps, runner.weights, runner.state, requests, runner.block_size)
     found = timer.split()
@@ -77,6 +78,16 @@ class RoundTimer:
             return {"whole": whole_s}
         draft_s = median_s(self.propose)
         return {"whole": whole_s, "draft": draft_s, **self._after(self.propose())}
+
+    def launch_s(self) -> float:
+        """Seconds that the host takes to launch a round; the device waits for it only where that is the longer."""
+        times = []
+        for _ in range(LAUNCHES):
+            start_s = time.perf_counter()
+            packed = self.whole()
+            times.append(time.perf_counter() - start_s)
+            jax.block_until_ready(packed)
+        return statistics.median(times)
 
     def _after(self, ids: Any) -> dict[str, float]:
         logits: Any = None

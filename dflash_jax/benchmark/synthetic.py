@@ -16,8 +16,9 @@ import numpy as np
 from jax import Array
 
 from dflash_jax.benchmark.engine_contender import Served
-from dflash_jax.config import read_draft, read_target
+from dflash_jax.config import DraftConfig, read_draft, read_target
 from dflash_jax.drafters import DFlashDrafter, Drafter, NoDrafter, Weights
+from dflash_jax.drafters.registry import check_block_size
 from dflash_jax.engine.build import Loaded, choose_dtype, make_state, plan_sizes, use_compilation_cache
 from dflash_jax.engine.engine import Engine
 from dflash_jax.engine.runner import DeviceRunner
@@ -27,7 +28,7 @@ from dflash_jax.llm import use_platform
 from dflash_jax.models import FAMILIES
 from dflash_jax.models.dflash import draft_specs, with_injection
 from dflash_jax.ops import Accepted, Kernels, select
-from dflash_jax.params import random_params
+from dflash_jax.params import Params, random_params
 from dflash_jax.presets import load_preset
 from dflash_jax.sharding import make_mesh
 from dflash_jax.steps import StepConfig, Steps
@@ -89,26 +90,24 @@ def random_pair(preset: str, dtype_name: str, drafted: bool, block_size: int | N
     shape = load_preset(preset)
     if "target" not in shape:
         raise UserError(f"preset {preset!r} is a machine, not a pair of models")
+    config = read_target(f"preset {preset}", shape["target"])
+    draft = read_draft(f"preset {preset}", shape["draft"], config) if drafted else None
+    if draft is not None:
+        check_block_size(block_size, draft.block_size, "dflash")
     mesh = make_mesh()
     platform = mesh.devices.flat[0].platform
     dtype = choose_dtype(dtype_name, platform)
-    config = read_target(f"preset {preset}", shape["target"])
-    key = jax.random.key(0)
-    target = random_params(FAMILIES[config.family].specs(config), key, dtype)
-    drafter, draft = NoDrafter(), None
-    if drafted:
-        drafter, draft = _random_draft(preset, shape["draft"], config, dtype, block_size)
+    drafter, draft_params = random_draft(draft, dtype)
+    target = random_params(FAMILIES[config.family].specs(config), jax.random.key(0), dtype)
     nothing: Any = None  # no file stands behind these weights
     checkpoint = TargetCheckpoint(config, nothing, nothing, nothing, WHERE + preset)
-    return Loaded(checkpoint, drafter, Weights(target, draft), dtype, platform, mesh)
+    return Loaded(checkpoint, drafter, Weights(target, draft_params), dtype, platform, mesh)
 
 
-def _random_draft(preset: str, raw: Any, target: Any, dtype: Any, block_size: int | None) -> tuple[Drafter, Any]:
-    config = read_draft(f"preset {preset}", raw, target)
-    if block_size is not None and not 1 < block_size <= config.block_size:
-        raise UserError(f"block_size {block_size} is outside 2 … {config.block_size}")
-    params = random_params(draft_specs(config), jax.random.key(1), dtype)
-    return DFlashDrafter(config), with_injection(params, config)
+def random_draft(config: DraftConfig | None, dtype: Any) -> tuple[Drafter, Params]:
+    if config is None:
+        return NoDrafter(), None
+    return DFlashDrafter(config), with_injection(random_params(draft_specs(config), jax.random.key(1), dtype), config)
 
 
 def make_settings(preset: str, drafted: bool, options: dict[str, Any]) -> EngineSettings:

@@ -26,6 +26,7 @@ class Manner:
     api: str = "openai"
     usage: bool = True
     counters: bool = True
+    ids: bool = False  # it tells token ids, as vLLM does
     fault: str | None = None
     told: dict[str, Any] = field(default_factory=dict)  # more for the last event (openai), or for meta_info (sglang)
 
@@ -57,6 +58,8 @@ class Handler(BaseHTTPRequestHandler):
     def do_GET(self) -> None:
         if self.path == "/v1/models":
             self._send(json.dumps({"data": [{"id": "served-model"}]}))
+        elif self.path == "/version" and self.manner.api == "openai" and self.manner.ids:
+            self._send('{"version": "0"}')
         elif self.path == "/get_model_info" and self.manner.api == "sglang":
             self._send("{}")
         elif self.path == "/metrics" and self.manner.counters:
@@ -101,7 +104,8 @@ class Handler(BaseHTTPRequestHandler):
     def _piece(self, index: int, size: int) -> dict[str, Any]:
         last = index + 1 == len(self.manner.pieces)
         if self.manner.api == "openai":
-            return {"choices": [{"delta": {"content": "x" * size}, "finish_reason": "length" if last else None}]}
+            ids = {"token_ids": [index] * size} if self.manner.ids else {}
+            return {"choices": [{"delta": {"content": "x" * size}, "finish_reason": "length" if last else None, **ids}]}
         done = sum(self.manner.pieces[: index + 1])
         meta = {"prompt_tokens": 5, "completion_tokens": done, "finish_reason": {"type": "length"} if last else None}
         return {"text": "x" * done, "output_ids": list(range(done)), "meta_info": {**meta, **self.manner.told}}

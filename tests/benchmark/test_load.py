@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+from typing import Any
 
 import pytest
 
@@ -58,7 +59,8 @@ def test_turns_follow_the_contenders_own_answers():
     contender = FakeContender()
     item = Item("talk", [{"role": "user", "content": "first"}], 4, more=("second", "third"))
     assert run(contender, Level(concurrency=1), (item,)) == ["talk", "talk#1", "talk#2"]
-    assert [message["content"] for message in contender.asked[2].prompt] == [
+    last: Any = contender.asked[2].prompt
+    assert [message["content"] for message in last] == [
         "first", "answer 1", "second", "answer 2", "third",
     ]  # fmt: skip
 

@@ -12,10 +12,11 @@ from dflash_jax.benchmark.contender import Ask, ContenderError
 from dflash_jax.benchmark.encoding import Codec
 from dflash_jax.benchmark.load import Level
 from dflash_jax.benchmark.play import LevelResult, Outcome, Plan, play
-from dflash_jax.benchmark.server_contender import ServerContender, ServerOptions, parse_counters
+from dflash_jax.benchmark.server_contender import ServerContender, ServerOptions, parse_counters, take_sglang
 from dflash_jax.benchmark.workloads import Item, Workload
 
 from .fake_server import Manner, metrics_text, serving
+from .fakes import response
 
 ASK = Ask("one", [{"role": "user", "content": "hello"}], 7)
 IDS = Ask("two", [1, 2, 3], 7, ignore_eos=True)
@@ -87,6 +88,22 @@ def test_what_is_sent_to_an_openai_server():
     assert other["prompt"] == [1, 2, 3] and other["ignore_eos"] is True
     assert (found.text, found.output_tokens, found.prompt_tokens, found.finish_reason) == ("x" * 7, 7, 5, "length")
     assert found.token_ids is None and len(found.piece_s) == 3
+
+
+def test_vllm_tells_token_ids():
+    with serving(Manner(ids=True)) as (url, seen):
+        assert answered(url).token_ids == [0, 1, 1, 1, 2, 2, 2]
+    assert seen.bodies[0][1]["return_token_ids"] is True
+    with serving(Manner()) as (url, seen):
+        answered(url)
+    assert "return_token_ids" not in seen.bodies[0][1]
+
+
+def test_sglang_may_send_new_ids_alone():
+    one = response(tokens=0, pieces=())
+    for tokens, ids in ((1, [5]), (3, [6, 7]), (4, [8])):
+        take_sglang(one, {"output_ids": ids, "meta_info": {"completion_tokens": tokens}}, 0.0)
+    assert one.token_ids == [5, 6, 7, 8] and one.output_tokens == 4
 
 
 def test_sglang_tells_tokens_and_acceptance():

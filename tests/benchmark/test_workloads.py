@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import gzip
 import json
+from typing import Any
 
 import pytest
 
@@ -31,7 +32,8 @@ ASKED = {
 
 @pytest.mark.parametrize("name", BUILT_IN)
 def test_built_in_sets_are_large_and_varied(name):
-    texts = [prompt[0]["content"] for _, prompt, _ in read_set(name)]
+    rows: Any = read_set(name)
+    texts = [prompt[0]["content"] for _, prompt, _ in rows]
     assert len(texts) >= 40 and len(set(texts)) == len(texts)
     assert len({text[:25] for text in texts}) > 30
     assert all(text == text.strip() and len(text) < 1500 for text in texts)
@@ -54,7 +56,7 @@ def test_more_are_taken_than_there_are():
 
 @pytest.mark.parametrize("vocab", [40, 151_936])
 def test_lengths(vocab):
-    items = length_workload(100, 7, 3, seed=0, vocab_size=vocab).items
+    items: Any = length_workload(100, 7, 3, seed=0, vocab_size=vocab).items
     assert all(len(item.prompt) == 100 and item.output_len == 7 and item.ignore_eos for item in items)
     assert all(0 <= token < vocab for item in items for token in item.prompt)
     assert items[0].prompt != items[1].prompt

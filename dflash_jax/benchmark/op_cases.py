@@ -1,0 +1,188 @@
+"""Every op at a named shape: its arguments, the bytes it must move and the operations it must make."""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+from collections.abc import Callable
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from jax import Array
+
+from dflash_jax.ops import Kernels, SamplingRows, token_locations
+from dflash_jax.ops.shapes import DRAFT, PREFILL, VERIFY, Shape
+
+EPS, MASK_ID, STOP_IDS = 1e-6, 5, 16
+
+
+@dataclasses.dataclass
+class OpCase:
+    """One call of an op.
+
+    pools: arrays that the op updates in place, first among its arguments.  take: the updated pools out of its result.
+    moved_bytes: what has to be read and written; flops: multiplications and additions of matrix products.
+    """
+
+    op: str
+    arguments: tuple[Any, ...]
+    moved_bytes: int
+    flops: int = 0
+    options: dict[str, Any] = dataclasses.field(default_factory=dict)
+    pools: Any = None
+    take: Callable[[Any], Any] = lambda result: None
+
+    def launcher(self, kernels: Kernels) -> Callable[[], Any]:
+        """A function that launches the op once; pools are donated and handed on."""
+        op = functools.partial(getattr(kernels, self.op), **self.options)
+        if self.pools is None:
+            compiled = jax.jit(op)
+            return lambda: compiled(*self.arguments)
+        compiled, pools = jax.jit(op, donate_argnums=0), jax.tree.map(jnp.copy, self.pools)
+
+        def launch() -> Any:
+            nonlocal pools
+            result = compiled(pools, *self.arguments)
+            pools = self.take(result)
+            return pools
+
+        return launch
+
+
+class Draw:
+    """Random arrays of a shape's kind, one after another."""
+
+    def __init__(self, dtype: Any):
+        self.dtype = dtype
+        self._key = jax.random.key(0)
+
+    def normal(self, *size: int, dtype: Any = None) -> Array:
+        self._key, own = jax.random.split(self._key)
+        return jax.random.normal(own, size, jnp.float32).astype(dtype or self.dtype)
+
+
+def op_cases(shape: Shape, dtype: Any) -> list[OpCase]:
+    """The ops of a launch of that role."""
+    draw = Draw(dtype)
+    makers = {
+        VERIFY: (prepare_block, cache_write, block_attention, head_logits, sample_tokens, accept_bonus, kv_inject),
+        DRAFT: (block_attention,),
+        PREFILL: (cache_write, prefill_attention, kv_inject),
+    }
+    return [make(shape, draw) for make in makers[shape.role]]
+
+
+def page_table(shape: Shape) -> Array:
+    return jnp.arange(1, shape.num_pages, dtype=jnp.int32).reshape(shape.requests, shape.pages_per_slot)
+
+
+def lengths(shape: Shape) -> Array:
+    return jnp.asarray(shape.lengths(), jnp.int32)
+
+
+def positions(shape: Shape) -> Array:
+    return lengths(shape)[:, None] + jnp.arange(shape.rows, dtype=jnp.int32)[None]
+
+
+def locations(shape: Shape) -> Array:
+    """Where the rows' keys and values go, int32 [S, B]."""
+    at = positions(shape)
+    return token_locations(page_table(shape), at, jnp.ones_like(at, dtype=bool), shape.page_size)
+
+
+def pool(shape: Shape, draw: Draw) -> Array:
+    model = shape.model
+    return draw.normal(shape.num_pages, 2, model.kv_heads, shape.page_size, model.head_dim)
+
+
+def tables(shape: Shape) -> tuple[Array, Array]:
+    """cos, sin float32 [S, B, D/2]."""
+    half = shape.model.head_dim // 2
+    slower = 1e4 ** -(jnp.arange(half, dtype=jnp.float32) / half)
+    angle = positions(shape)[..., None].astype(jnp.float32) * slower[None, None]
+    return jnp.cos(angle), jnp.sin(angle)
+
+
+def size_of(*arrays: Any) -> int:
+    return sum(leaf.nbytes for leaf in jax.tree.leaves(arrays))
+
+
+# -- ops ---------------------------------------------------------------------------------------------------------------
+
+
+def _attention(op: str, shape: Shape, draw: Draw) -> OpCase:
+    model, seen = shape.model, [min(n, shape.window or n) for n in shape.lengths()]
+    q = draw.normal(shape.requests, shape.rows, model.heads, model.head_dim)
+    kv = draw.normal(shape.requests, shape.rows, 2, model.kv_heads, model.head_dim)
+    committed = sum(seen) * 2 * model.kv_heads * model.head_dim * q.dtype.itemsize
+    flops = 4 * shape.rows * model.heads * model.head_dim * sum(n + shape.rows for n in seen)
+    return OpCase(
+        op, (q, kv, pool(shape, draw), page_table(shape), lengths(shape)), committed + 2 * q.nbytes + kv.nbytes, flops,
+        {"causal": shape.causal, "window": shape.window},
+    )  # fmt: skip
+
+
+def block_attention(shape: Shape, draw: Draw) -> OpCase:
+    return _attention("block_attention", shape, draw)
+
+
+def prefill_attention(shape: Shape, draw: Draw) -> OpCase:
+    return _attention("prefill_attention", shape, draw)
+
+
+def cache_write(shape: Shape, draw: Draw) -> OpCase:
+    model = shape.model
+    qkv = draw.normal(shape.requests, shape.rows, model.kv_heads, model.group + 2, model.head_dim)
+    norms = [draw.normal(model.head_dim) if model.qk_norm else None] * 2
+    written = qkv.nbytes + 2 * qkv.nbytes // (model.group + 2)  # q and kv as they are, kv once more to its pages
+    arguments = qkv, *norms, EPS, *tables(shape), locations(shape)
+    return OpCase("cache_write", arguments, qkv.nbytes + written, pools=pool(shape, draw), take=lambda r: r[-1])
+
+
+def kv_inject(shape: Shape, draw: Draw) -> OpCase:
+    model, tokens = shape.model, shape.requests * shape.rows
+    fused = draw.normal(shape.requests, shape.rows, model.hidden)
+    weight = draw.normal(model.hidden, model.draft_layers, 2, model.kv_heads, model.head_dim)
+    norms = draw.normal(model.draft_layers, model.head_dim)
+    written = tokens * weight.size // model.hidden * weight.dtype.itemsize
+    arguments = fused, weight, None, norms, EPS, *tables(shape), locations(shape)
+    pools = tuple(pool(shape, draw) for _ in range(model.draft_layers))
+    return OpCase("kv_inject", arguments, size_of(fused, weight, norms) + written, 2 * tokens * weight.size,
+                  pools=pools, take=lambda result: result)  # fmt: skip
+
+
+def head_logits(shape: Shape, draw: Draw) -> OpCase:
+    model = shape.model
+    hidden, head = draw.normal(shape.requests, shape.rows, model.hidden), draw.normal(model.vocab, model.hidden)
+    tokens = shape.requests * shape.rows
+    moved_bytes = size_of(hidden, head) + 4 * tokens * model.vocab
+    return OpCase("head_logits", (hidden, head), moved_bytes, 2 * tokens * head.size)
+
+
+def sample_tokens(shape: Shape, draw: Draw) -> OpCase:
+    """At a temperature, without filters: greedy rows need no op."""
+    logits = draw.normal(shape.requests, shape.rows, shape.model.vocab, dtype=jnp.float32)
+    n = shape.requests
+    rows = SamplingRows(
+        jnp.full(n, 0.8, jnp.float32), jnp.zeros(n, jnp.float32), jnp.zeros(n, jnp.int32), jnp.ones(n, jnp.float32),
+        jnp.ones((n, 2), jnp.uint32),
+    )  # fmt: skip
+    return OpCase("sample_tokens", (logits, rows, positions(shape)), logits.nbytes, options={"filters": False})
+
+
+def prepare_block(shape: Shape, draw: Draw) -> OpCase:
+    n = shape.requests
+    arguments = jnp.ones(n, jnp.int32), lengths(shape), jnp.ones(n, bool), page_table(shape)
+    options = {"block": shape.rows, "mask_id": MASK_ID, "page_size": shape.page_size}
+    return OpCase("prepare_block", arguments, size_of(arguments) + 3 * 4 * n * shape.rows, options=options)
+
+
+def accept_bonus(shape: Shape, draw: Draw) -> OpCase:
+    n, b = shape.requests, shape.rows
+    tokens = jnp.ones((n, b), jnp.int32)
+    arguments = (
+        tokens, tokens, jnp.zeros((n, b), bool), lengths(shape), jnp.full(n, 10**6, jnp.int32),
+        jnp.full((n, STOP_IDS), -1, jnp.int32), jnp.ones(n, bool),
+    )  # fmt: skip
+    return OpCase("accept_bonus", arguments, size_of(arguments) + 4 * n * (b + 3))

@@ -1,0 +1,113 @@
+"""`benchmark kernels` and `benchmark round`: what they count, and what they write."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterator
+
+import jax
+import jax.numpy as jnp
+import pytest
+from llm.pairs import FOLDER, compiling_lightly  # pyright: ignore[reportMissingImports]
+
+from dflash_jax.benchmark import op_cases as cases
+from dflash_jax.benchmark.__main__ import main
+from dflash_jax.ops import XLA
+from dflash_jax.ops.dispatch import REFERENCE
+from dflash_jax.ops.shapes import DRAFT, PREFILL, REAL, TINY, VERIFY, ModelShape, Shape, find
+
+MODEL = ModelShape("by-hand", hidden=32, heads=4, kv_heads=2, head_dim=16, vocab=50, block=8, draft_layers=3, taps=2)
+SHAPE = Shape(MODEL, VERIFY, requests=2, rows=8, committed=40)  # 20 and 40 tokens
+
+
+@pytest.fixture(autouse=True)
+def light() -> Iterator[None]:
+    with compiling_lightly():
+        yield
+
+
+@pytest.mark.parametrize("shape", [TINY[0], TINY[-1]], ids=lambda shape: shape.name)
+def test_every_op_of_a_shape_runs_and_leaves_its_pools_usable(shape):
+    for case in cases.op_cases(shape, jnp.float32):
+        launch = case.launcher(XLA)
+        for _ in range(2):
+            result = jax.block_until_ready(launch())
+        assert case.moved_bytes > 0, case.op
+        assert jax.tree.leaves(result), case.op
+
+
+def test_all_ops_are_covered():
+    shapes = [Shape(MODEL, role, 2, 8, 40) for role in (VERIFY, DRAFT, PREFILL)]
+    assert {case.op for shape in shapes for case in cases.op_cases(shape, jnp.float32)} == set(REFERENCE)
+
+
+def test_bytes_and_operations_by_hand():
+    by_op = {case.op: case for case in cases.op_cases(SHAPE, jnp.float32)}
+    names = "block_attention", "head_logits", "cache_write", "kv_inject"
+    attention, head, write, inject = (by_op[op] for op in names)
+    rows = 2 * 8
+    assert attention.moved_bytes == 4 * ((20 + 40) * 2 * 2 * 16 + rows * (2 * 4 * 16 + 2 * 2 * 16))
+    assert attention.flops == 4 * 8 * 4 * 16 * (28 + 48)
+    assert head.moved_bytes == 4 * (rows * 32 + 50 * 32 + rows * 50)
+    assert head.flops == 2 * rows * 32 * 50
+    assert write.moved_bytes == 4 * rows * 2 * 16 * (4 + 4 + 2)  # read q, k, v of R = 2; write q, k, v; k, v once more
+    assert inject.flops == 2 * rows * 32 * 3 * 2 * 2 * 16
+    assert inject.moved_bytes == 4 * (rows * 32 + 32 * 192 + 3 * 16 + rows * 192)
+
+
+def test_a_window_reads_no_more_than_the_window():
+    narrow = Shape(MODEL, VERIFY, 2, 8, 40, window=10)
+    [case] = [one for one in cases.op_cases(narrow, jnp.float32) if one.op == "block_attention"]
+    assert case.flops == 4 * 8 * 4 * 16 * (18 + 18)
+
+
+def test_kernels_report(tmp_path, capsys):
+    shape = TINY[0]
+    path = tmp_path / "k.json"
+    assert main(["kernels", "--shape", shape.name, "--dtype", "float32", "--output", str(path)]) == 0
+    out = capsys.readouterr().out
+    assert "block_attention" in out and "(an empty program)" in out
+    document = json.loads(path.read_text())
+    [result] = document["results"]
+    assert result["name"] == shape.name and document["rates"]["bytes_per_s"] > 0
+    for one in result["levels"]:
+        assert one["backend"] == "xla" and one["speedup_over_xla"] == 1
+        assert one["share_of_ceiling"] == pytest.approx(one["ceiling_us"] / one["op_us"])
+    assert main(["compare", str(path), str(path)]) == 0
+    assert "op µs" in capsys.readouterr().out
+
+
+def test_shapes_by_name(capsys):
+    assert find(REAL[0].name) is REAL[0]
+    assert main(["kernels", "--shape", "qwen9"]) == 2
+    err = capsys.readouterr().err
+    assert "there is no shape 'qwen9'" in err and "or a model's name: llama-3.1-8b, qwen3-4b" in err
+
+
+@pytest.mark.slow
+def test_round_report(tmp_path, capsys, monkeypatch):
+    pair = FOLDER / "qwen3-v1"
+    shape = {name: json.loads((pair / name / "config.json").read_text()) for name in ("target", "draft")}
+    monkeypatch.setattr("dflash_jax.benchmark.synthetic.load_preset", lambda name: shape)
+    path = tmp_path / "r.json"
+    words = ["round", "--preset", "tiny", "--requests", "2", "--context", "33", "--dtype", "float32"]
+    assert main([*words, "--output", str(path)]) == 0
+    assert "33 tokens committed" in capsys.readouterr().out
+    plain, drafted = json.loads(path.read_text())["results"]
+    assert plain["name"] == "plain (xla)" and plain["block_size"] == 1 and plain["levels"][0]["parts_ms"] == {}
+    [level] = drafted["levels"]
+    assert set(level["parts_ms"]) == {"draft", "verify", "accept and commit"}
+    assert 0 < level["ceiling_ms"] < level["round_ms"] and level["bytes"] > plain["levels"][0]["bytes"]
+
+
+@pytest.mark.parametrize(
+    ("words", "told"),
+    [
+        (["--context", "0"], "--context must be at least 1, not 0"),
+        (["--preset", "h200"], "preset 'h200' is a machine, not a pair of models"),
+        (["--block-size", "99"], "block_size 99 is outside 2 … 16"),
+    ],
+)
+def test_mistakes_of_a_round(capsys, words, told):
+    assert main(["round", *words]) == 2
+    assert told in capsys.readouterr().err
