@@ -19,7 +19,7 @@ from jax import Array
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import tpu as pltpu
 
-from .memory import in_hbm, vmem_limit_bytes
+from .memory import check, in_hbm, vmem_limit_bytes
 from .tiles import LANES, Tiles, attention_tiles, round_up
 
 NOTHING = -3.0e38  # a best score before any: finite, so that no difference of infinities arises
@@ -250,6 +250,7 @@ def paged_attention(
     """
     s, b, n, d = q.shape
     g, size, width = pool.shape[2], pool.shape[3], page_table.shape[1]
+    check(pool, page_table.size + s, interpret)
     tiles = attention_tiles(s, b, g, n // g, d, width, size, q.dtype.itemsize)
     steps = s * (g // tiles.heads) * tiles.row_tiles // tiles.lanes
     unroll = tiles.rows <= UNROLLED_ROWS and not interpret

@@ -10,9 +10,24 @@ import jax.numpy as jnp
 from jax import Array
 from jax.experimental.pallas import tpu as pltpu
 
+from . import Declined
 from .tiles import LANES, round_up, sublanes
 
 LEAST_BYTES, MOST_BYTES = 16 << 20, 60 << 20  # XLA's default for a kernel; of the 64 MiB of the smallest chip (7x)
+SCALAR_BYTES = 960 << 10  # of the 1 MiB of SMEM: the rest is the compiler's
+DTYPES = ("bfloat16", "float32")
+
+
+def check(pool: Array, scalars: int, interpret: Any) -> None:
+    """Declined where the chip cannot hold `scalars` numbers of page tables beside its scalar unit, or not the pool's
+    type."""
+    if pool.dtype.name not in DTYPES:
+        raise Declined(f"keys and values are {pool.dtype.name}, and there are kernels for {' and '.join(DTYPES)}")
+    if not interpret and 4 * scalars > SCALAR_BYTES:
+        raise Declined(
+            f"page tables of {4 * scalars} bytes exceed the {SCALAR_BYTES} that fit beside the scalar unit: fewer"
+            " requests, a smaller max_model_len or larger pages make them smaller"
+        )
 
 
 def in_hbm(pool: Array, interpret: Any) -> Array:
@@ -30,6 +45,8 @@ def vmem_limit_bytes(buffers: Sequence[Any], blocks: Sequence[tuple[int, ...]], 
     """
     needed = sum(_padded(buffer.shape, buffer.dtype) for buffer in buffers)
     needed += 2 * sum(_padded(block, dtype) for block in blocks) + beside
+    if needed > MOST_BYTES:
+        raise Declined(f"its buffers need {needed} bytes of the {MOST_BYTES} of VMEM: smaller chunks need less")
     return min(max(needed * 5 // 4 + (2 << 20), LEAST_BYTES), MOST_BYTES)
 
 

@@ -17,8 +17,8 @@ from jax import Array
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import tpu as pltpu
 
-from .memory import in_hbm, vmem_limit_bytes
-from .tiles import WriteTiles, write_tiles
+from .memory import check, in_hbm, vmem_limit_bytes
+from .tiles import LANES, WriteTiles, write_tiles
 
 BITS = 32  # rows that one word of a plan speaks of
 
@@ -31,7 +31,13 @@ class Launch:
     rows: int
     kv_heads: int
     page_size: int
+    head_dim: int
     steps: int  # of each lane
+
+    @property
+    def lane_blocks(self) -> list[slice]:
+        """The head dimension in pieces of one register: only there may rows be stored at any offset."""
+        return [slice(at, min(at + LANES, self.head_dim)) for at in range(0, self.head_dim, LANES)]
 
     @property
     def head_groups(self) -> int:
@@ -77,7 +83,7 @@ def _step(
     """One step of the grid (lanes, steps): rows [requests, 2, heads, B, D] into pool [P, 2, G, C, D].
 
     pool_in is the same buffer as pool; pages [2, requests · K, 2, heads, C, D] is the double buffer; shifted
-    [2, heads, K · C, D] holds a request's rows where its pages want them.
+    [D / 128, 2, heads, K · C, 128] holds a request's rows where its pages want them.
     """
     del pool_in_ref
     i = pl.program_id(1)
@@ -130,7 +136,9 @@ def _put_rows(launch: Launch, step, offset_ref, page_ref, bits_ref, rows_ref, sh
 
     @pl.loop(0, launch.tiles.requests)
     def _(r):
-        shifted_ref[:, :, pl.ds(offset_ref[first + r], launch.rows)] = rows_ref[r].astype(jnp.float32)
+        for block, lanes in enumerate(launch.lane_blocks):
+            rows = rows_ref[r, :, :, :, lanes].astype(jnp.float32)
+            shifted_ref[block, :, :, pl.ds(offset_ref[first + r], launch.rows), : rows.shape[3]] = rows
 
         @pl.loop(0, columns)
         def _(k):
@@ -138,10 +146,13 @@ def _put_rows(launch: Launch, step, offset_ref, page_ref, bits_ref, rows_ref, sh
 
             @pl.when(page_ref[entry] > 0)
             def _():
-                new = shifted_ref[:, :, pl.ds(pl.multiple_of(k * size, 8) if size % 8 == 0 else k * size, size)]
-                old = half_ref[r * columns + k].astype(jnp.float32)
-                chosen = _chosen(launch, bits_ref, entry, new.shape)
-                half_ref[r * columns + k] = jnp.where(chosen, new, old).astype(half_ref.dtype)
+                at = pl.ds(pl.multiple_of(k * size, 8) if size % 8 == 0 else k * size, size)
+                for block, lanes in enumerate(launch.lane_blocks):
+                    old = half_ref[r * columns + k, :, :, :, lanes]
+                    new = shifted_ref[block, :, :, at, : old.shape[3]]
+                    chosen = _chosen(launch, bits_ref, entry, new.shape)
+                    merged = jnp.where(chosen, new, old.astype(jnp.float32))
+                    half_ref[r * columns + k, :, :, :, lanes] = merged.astype(half_ref.dtype)
 
 
 def _chosen(launch: Launch, bits_ref, entry, shape) -> Array:
@@ -163,7 +174,8 @@ def write_rows(pool: Array, kv: Array, locations: Array, interpret: Any = False)
     size = pool.shape[3]
     tiles = write_tiles(s, b, g, d, size, pool.dtype.itemsize)
     steps = s // tiles.requests * (g // tiles.heads) // tiles.lanes
-    launch = Launch(tiles, b, g, size, steps)
+    launch = Launch(tiles, b, g, size, d, steps)
+    check(pool, s * (1 + tiles.columns * (1 + launch.words)), interpret)
     rows = jnp.moveaxis(kv, 1, 3).astype(pool.dtype)
 
     def rows_at(lane, step, *_):
@@ -171,7 +183,7 @@ def write_rows(pool: Array, kv: Array, locations: Array, interpret: Any = False)
         return jax.lax.div(first, jnp.int32(tiles.requests)), 0, group, 0, 0
 
     buffers = [
-        pltpu.VMEM((2, tiles.heads, tiles.columns * size, d), jnp.float32),
+        pltpu.VMEM((-(-d // LANES), 2, tiles.heads, tiles.columns * size, min(d, LANES)), jnp.float32),
         pltpu.VMEM((2, tiles.requests * tiles.columns, 2, tiles.heads, size, d), pool.dtype),
     ]
     blocks = [(tiles.requests, 2, tiles.heads, b, d)]

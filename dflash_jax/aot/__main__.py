@@ -6,6 +6,7 @@
 from __future__ import annotations
 
 import argparse
+import datetime
 import json
 import sys
 from collections.abc import Sequence
@@ -46,7 +47,7 @@ def run(args: argparse.Namespace) -> int:
     check_libtpu()
     bench = make_bench(args)
     say(bench.heading())
-    report = {**bench.facts(), "steps": {}}
+    report = {"date": datetime.date.today().isoformat(), **bench.facts(), "steps": {}}
     for step in bench.run():
         say(step.text())
         report["steps"][step.name] = step.as_json()

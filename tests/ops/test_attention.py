@@ -14,7 +14,7 @@ from dflash_jax.ops.dispatch import Kernels
 from dflash_jax.ops.reference import paged_attention
 from dflash_jax.ops.shapes import PREFILL, TINY, ModelShape, Shape
 from ops import dense
-from ops.dense import Pages
+from ops.dense import QUICKLY, Pages
 
 TOLERANCE = {jnp.float32: 1e-5, jnp.bfloat16: 1e-2}
 each_dtype = pytest.mark.parametrize("dtype", TOLERANCE, ids=["float32", "bfloat16"])
@@ -56,7 +56,7 @@ class Case:
 
     def run(self, op, **how) -> np.ndarray:
         arrays = [jnp.asarray(x, self.dtype) for x in (self.q, self.kv, self.pages.poisoned(self.context))]
-        op = jax.jit(functools.partial(op, **how))
+        op = jax.jit(functools.partial(op, **how), compiler_options=QUICKLY)
         found = op(*arrays, jnp.asarray(self.pages.table), jnp.asarray(self.lengths, jnp.int32))
         assert found.dtype == self.dtype and found.shape == self.q.shape
         return np.asarray(found, np.float64)

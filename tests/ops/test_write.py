@@ -13,7 +13,7 @@ from dflash_jax.ops import norm_rope
 from dflash_jax.ops.dispatch import Kernels
 from dflash_jax.ops.shapes import TINY, Shape
 from ops import dense
-from ops.dense import Pages
+from ops.dense import QUICKLY, Pages
 
 TOLERANCE = {jnp.float32: 1e-5, jnp.bfloat16: 2e-2}  # bfloat16: three roundings of values up to about 4
 EPS = 1e-5
@@ -100,7 +100,7 @@ def test_norm_rope_and_cache_write(kernels: Kernels, shape: Shape, dtype):
     k_norm, k_exact = launch.random(model.head_dim, near=1.0) if norms else (None, None)
     skip = launch.skips()
     locations = launch.locations(skip)
-    q, kv, pool = jax.jit(kernels.cache_write, static_argnums=4)(
+    q, kv, pool = jax.jit(kernels.cache_write, static_argnums=4, compiler_options=QUICKLY)(
         launch.pool(), qkv, q_norm, k_norm, EPS, launch.cos, launch.sin, jnp.asarray(locations)
     )
     queries, keys, values = split(exact, model.heads)
@@ -124,7 +124,7 @@ def test_kv_inject(kernels: Kernels, shape: Shape, dtype):
     k_norms, n_exact = launch.random(layers, model.head_dim, near=1.0)
     skip = launch.skips()
     locations = launch.locations(skip)
-    pools = jax.jit(kernels.kv_inject, static_argnums=5)(
+    pools = jax.jit(kernels.kv_inject, static_argnums=5, compiler_options=QUICKLY)(
         tuple(launch.pool() for _ in range(layers)), fused, weight, bias, k_norms, EPS, launch.cos, launch.sin,
         jnp.asarray(locations),
     )  # fmt: skip
