@@ -149,7 +149,6 @@ BAD_OPTIONS: list[tuple[dict[str, Any], str]] = [
     ({"draft": "/no/such/folder"}, "/no/such/folder: no such file or folder"),
     ({"dtype": "float16"}, "dtype 'float16' is not one of auto, float32, bfloat16"),
     ({"kernels": "triton"}, "kernels 'triton' cannot be used: they run on gpu, and the platform is cpu"),
-    ({"kernels": "triton"}, "kernels 'triton' cannot be used: they run on gpu, and the platform is cpu"),
     ({"kernels": "cuda"}, "kernels 'cuda' is not one of auto, xla, pallas, triton"),
     ({"platform": "rocm"}, "platform 'rocm' is not one of cpu, gpu, tpu"),
     ({"max_model_len": 1}, "max_model_len must be an integer of at least 2, not 1"),
