@@ -41,18 +41,21 @@ def measure_rates(dtype: Any) -> Rates:
     count = COPY_BYTES.get(platform, 1 << 30) // 4
     side = MATRIX.get(platform, 8192)
     # In place, since fresh memory costs a CPU more than the copy does; negated, since a plain copy would be left out.
-    copy_s = _best_s(jax.jit(jnp.negative, donate_argnums=0), jnp.ones(count, jnp.float32))
-    product_s = _best_s(jax.jit(lambda x: x @ x, donate_argnums=0), jnp.zeros((side, side), dtype))
+    copy_s = _best_s(lambda x: -x, jnp.ones(count, jnp.float32))
+    # Of random numbers: a GPU multiplies zeros at a higher clock.
+    square = jax.random.normal(jax.random.key(0), (side, side), dtype)
+    product_s = _best_s(lambda pair: (pair[0], pair[0] @ pair[0]), (square, jnp.zeros_like(square)))
     return Rates(2 * 4 * count / copy_s, 2 * side**3 / product_s, str(jnp.dtype(dtype)))
 
 
-def _best_s(function: Any, x: jax.Array) -> float:
-    """Seconds of x ← function(x)."""
-    x = jax.block_until_ready(function(x))
+def _best_s(function: Any, x: Any) -> float:
+    """Seconds of x ← function(x), in place."""
+    compiled = jax.jit(function, donate_argnums=0)
+    x = jax.block_until_ready(compiled(x))
     times = []
     for _ in range(REPEATS):
         start_s = time.perf_counter()
-        x = jax.block_until_ready(function(x))
+        x = jax.block_until_ready(compiled(x))
         times.append(time.perf_counter() - start_s)
     return min(times)
 

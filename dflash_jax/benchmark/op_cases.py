@@ -15,6 +15,12 @@ from dflash_jax.ops import Kernels, SamplingRows, token_locations
 from dflash_jax.ops.shapes import DRAFT, PREFILL, VERIFY, Shape
 
 EPS, MASK_ID, STOP_IDS = 1e-6, 5, 16
+OPS = {
+    VERIFY: ("prepare_block", "cache_write", "block_attention", "head_logits", "sample_tokens", "accept_bonus",
+             "kv_inject"),
+    DRAFT: ("block_attention",),
+    PREFILL: ("cache_write", "prefill_attention", "kv_inject"),
+}  # fmt: skip
 
 
 @dataclasses.dataclass
@@ -65,12 +71,7 @@ class Draw:
 def op_cases(shape: Shape, dtype: Any) -> list[OpCase]:
     """The ops of a launch of that role."""
     draw = Draw(dtype)
-    makers = {
-        VERIFY: (prepare_block, cache_write, block_attention, head_logits, sample_tokens, accept_bonus, kv_inject),
-        DRAFT: (block_attention,),
-        PREFILL: (cache_write, prefill_attention, kv_inject),
-    }
-    return [make(shape, draw) for make in makers[shape.role]]
+    return [MAKERS[op](shape, draw) for op in OPS[shape.role]]
 
 
 def page_table(shape: Shape) -> Array:
@@ -186,3 +187,10 @@ def accept_bonus(shape: Shape, draw: Draw) -> OpCase:
         jnp.full((n, STOP_IDS), -1, jnp.int32), jnp.ones(n, bool),
     )  # fmt: skip
     return OpCase("accept_bonus", arguments, size_of(arguments) + 4 * n * (b + 3))
+
+
+MAKERS = {
+    make.__name__: make
+    for make in (prepare_block, cache_write, block_attention, prefill_attention, head_logits, sample_tokens,
+                 accept_bonus, kv_inject)
+}  # fmt: skip

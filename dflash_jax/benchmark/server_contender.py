@@ -60,14 +60,23 @@ class ServerContender:
     async def open(self) -> None:
         limits = httpx.Limits(max_connections=None)
         timeout = httpx.Timeout(self.options.timeout_s)
-        self._client = httpx.AsyncClient(base_url=self.options.url.rstrip("/"), timeout=timeout, limits=limits)
+        self._client = httpx.AsyncClient(
+            base_url=self.options.url.rstrip("/"), timeout=timeout, limits=limits, trust_env=False
+        )  # no proxy of the environment between the clock and the server
         with self._told():
             if self._api == "auto":
-                found = await self.client.get("/get_model_info")
-                self._api = "sglang" if found.status_code == 200 else "openai"
+                self._api = "sglang" if await self._is_sglang() else "openai"
             self._is_vllm = (await self.client.get("/version")).status_code == 200
             if self._model is None and self._api == "openai":
                 self._model = await self._first_model()
+
+    async def _is_sglang(self) -> bool:
+        """It tells its model's path, under a name that has changed."""
+        for path in ("/model_info", "/get_model_info"):
+            found = await self.client.get(path)
+            if found.status_code == 200 and '"model_path"' in found.text:
+                return True
+        return False
 
     async def _first_model(self) -> str:
         found = await self._json("/v1/models")

@@ -61,7 +61,7 @@ class Handler(BaseHTTPRequestHandler):
         elif self.path == "/version" and self.manner.api == "openai" and self.manner.ids:
             self._send('{"version": "0"}')
         elif self.path == "/get_model_info" and self.manner.api == "sglang":
-            self._send("{}")
+            self._send('{"model_path": "m"}')
         elif self.path == "/metrics" and self.manner.counters:
             self._send(metrics_text(self.seen))
         else:

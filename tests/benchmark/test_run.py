@@ -15,6 +15,7 @@ from llm.text_target import PAIR, write_text_target  # pyright: ignore[reportMis
 from dflash_jax.benchmark.__main__ import main
 
 from .fake_server import Manner, serving
+from .fakes import FakeContender
 
 
 @pytest.fixture(autouse=True)
@@ -140,3 +141,17 @@ def test_nothing_is_written_when_nobody_could_be_measured(tmp_path, capsys):
     err = capsys.readouterr().err.splitlines()
     assert err[-1].startswith("error: server ") and "answers 503" in err[-1]
     assert list((tmp_path / "out").iterdir()) == []
+
+
+class Interrupted(FakeContender):
+    async def generate(self, ask: Any) -> Any:
+        raise KeyboardInterrupt
+
+
+def test_ctrl_c_keeps_what_there_is(tmp_path, capsys, monkeypatch):
+    monkeypatch.setattr("dflash_jax.benchmark.run.contenders", lambda setting: [FakeContender("first"), Interrupted()])
+    words = ["--no-engine", "--server", "http://127.0.0.1:9", "--input-len", "9", "--output", str(tmp_path), "--quiet"]
+    assert main(words) == 130
+    first, second = read(tmp_path)["results"]
+    assert [level["level"] for level in first["levels"]] == ["1", "4"] and second["levels"] == []
+    assert "first" in capsys.readouterr().out
