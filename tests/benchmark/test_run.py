@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import asyncio
 import json
+import signal
 import socket
 from collections.abc import Iterator
 from pathlib import Path
@@ -145,7 +147,8 @@ def test_nothing_is_written_when_nobody_could_be_measured(tmp_path, capsys):
 
 class Interrupted(FakeContender):
     async def generate(self, ask: Any) -> Any:
-        raise KeyboardInterrupt
+        signal.raise_signal(signal.SIGINT)
+        await asyncio.sleep(60)
 
 
 def test_ctrl_c_keeps_what_there_is(tmp_path, capsys, monkeypatch):
