@@ -19,6 +19,7 @@ from dflash_jax.benchmark.workloads import Workload
 from dflash_jax.errors import UserError
 
 log = logging.getLogger("dflash_jax")
+MOST_BY_RATE = 64
 
 
 @dataclasses.dataclass(frozen=True)
@@ -34,7 +35,8 @@ class Plan:
 
     @property
     def most_at_once(self) -> int:
-        return max(level.concurrency or self.num_prompts for level in self.levels)
+        """Requests that are decoded together; of those that come by themselves, more wait."""
+        return max(level.concurrency or min(self.num_prompts, MOST_BY_RATE) for level in self.levels)
 
 
 @dataclasses.dataclass

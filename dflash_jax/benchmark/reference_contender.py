@@ -27,7 +27,7 @@ class ReferenceOptions:
     target: str
     draft: str
     python: str = sys.executable
-    dtype: str = "bfloat16"
+    dtype: str = "auto"
     platform: str | None = None
     block_size: int | None = None
     timeout_s: float = 600.0
@@ -100,7 +100,7 @@ class ReferenceContender:
         return None
 
     def facts(self) -> dict[str, Any]:
-        return {"kind": "reference", "draft": self.options.draft, "dtype": self.options.dtype,
+        return {"kind": "reference", "draft": self.options.draft,
                 "peak_memory_of": "torch" if self._facts.get("device") == "cuda" else "the process",
                 **self._facts, "block_size": self.options.block_size or self._facts.get("block_size")}  # fmt: skip
 

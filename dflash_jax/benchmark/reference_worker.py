@@ -15,7 +15,7 @@ from typing import Any
 
 
 def load(options: dict[str, Any]) -> tuple[Any, Any, str]:
-    """(target, draft, device)."""
+    """(target, draft, device); dtype "auto" is float32 on CPU and bfloat16 elsewhere, as in dflash_jax."""
     import torch  # pyright: ignore[reportMissingImports]
     import transformers  # pyright: ignore[reportMissingImports]
     from dflash import model as reference  # pyright: ignore[reportMissingImports]
@@ -23,7 +23,8 @@ def load(options: dict[str, Any]) -> tuple[Any, Any, str]:
     device = "cuda" if torch.cuda.is_available() and options["platform"] != "cpu" else "cpu"
     if device == "cpu":  # its clock waits for a GPU
         reference._cuda_time = time.perf_counter
-    dtype = torch.float32 if options["dtype"] == "float32" else torch.bfloat16
+    asked = {"float32": torch.float32, "bfloat16": torch.bfloat16}
+    dtype = asked.get(options["dtype"], torch.float32 if device == "cpu" else torch.bfloat16)
     torch.set_num_threads(options["threads"])
     path = Path(options["target"])
     where, gguf = (path.parent, {"gguf_file": path.name}) if path.suffix == ".gguf" else (options["target"], {})
@@ -74,7 +75,7 @@ def main() -> None:
     out, sys.stdout = sys.stdout, sys.stderr  # whatever libraries print must not end up between the answers
     target, draft, device = load(json.loads(sys.stdin.readline()))
     names = ("dflash", "torch", "transformers")
-    say({"device": device, "block_size": int(draft.block_size),
+    say({"device": device, "block_size": int(draft.block_size), "dtype": str(target.dtype).removeprefix("torch."),
          "packages": {name: importlib.metadata.version(name) for name in names}})  # fmt: skip
     for line in sys.stdin:
         say(answer(target, draft, device, json.loads(line)) | {"peak_memory_bytes": peak_bytes(device)})

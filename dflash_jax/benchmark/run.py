@@ -7,7 +7,9 @@ import asyncio
 import dataclasses
 import datetime
 import functools
+import importlib.util
 import logging
+import shutil
 import sys
 from collections.abc import Sequence
 from pathlib import Path, PurePath
@@ -31,6 +33,7 @@ from dflash_jax.engine.build import choose_dtype
 from dflash_jax.errors import UserError
 from dflash_jax.llm import use_platform
 from dflash_jax.ops import select
+from dflash_jax.ops.dispatch import CHOICES
 from dflash_jax.presets import load_preset
 from dflash_jax.text import load_tokenizer
 from dflash_jax.weights import TargetCheckpoint, open_target
@@ -120,6 +123,8 @@ def engines(setting: Setting) -> list[Contender]:
     if not args.engine:
         return []
     backends = options.split_names("--kernels", args.kernels)
+    if wrong := [name for name in backends if name not in CHOICES]:
+        raise UserError(f"kernels {wrong[0]!r} is not one of {', '.join(CHOICES)}")
     found: list[Contender] = []
     for draft in ["none"] * args.plain + (setting.drafts or ["DFlash"] * (args.preset is not None)):
         for backend in backends:
@@ -149,9 +154,8 @@ def references(setting: Setting) -> list[Contender]:
     if not drafts:
         raise UserError("--reference needs a DFlash draft: name one with --draft")
     assert setting.checkpoint is not None
-    dtype = args.dtype if args.dtype not in (None, "auto") else "float32" if args.platform == "cpu" else "bfloat16"
-    common = {"target": str(setting.checkpoint.path), "python": args.reference or sys.executable, "dtype": dtype,
-              "platform": args.platform}  # fmt: skip
+    common = {"target": str(setting.checkpoint.path), "python": reference_python(args.reference),
+              "dtype": args.dtype or "auto", "platform": args.platform}  # fmt: skip
     found: list[Contender] = []
     for draft in drafts:
         each = {"reference plain": 1} if not found else {}
@@ -159,6 +163,17 @@ def references(setting: Setting) -> list[Contender]:
             asked = ReferenceOptions(draft=draft.removeprefix("dflash:"), block_size=block, **common)
             found.append(ReferenceContender(name, asked, setting.codec, setting.stop_ids))
     return found
+
+
+def reference_python(asked: str) -> str:
+    """The interpreter that runs the reference: the one asked for, or this one, if it has the package."""
+    if asked:
+        if shutil.which(asked) is None:
+            raise UserError(f"--reference {asked} is no program")
+        return asked
+    if importlib.util.find_spec("dflash") is None:
+        raise UserError("--reference needs the package 'dflash', which this Python has not: name one that has it")
+    return sys.executable
 
 
 def servers(setting: Setting) -> list[Contender]:

@@ -5,9 +5,12 @@ from __future__ import annotations
 import json
 
 import pytest
+from llm.pairs import FOLDER  # pyright: ignore[reportMissingImports]
 
 from dflash_jax.benchmark.__main__ import main
 
+PAIR = ["--target", str(FOLDER / "qwen3-v1" / "target")]
+DRAFT = ["--draft", str(FOLDER / "qwen3-v1" / "draft")]
 SERVER = ["--no-engine", "--server", "http://127.0.0.1:9", "--quiet"]
 
 
@@ -41,6 +44,11 @@ def error(capsys: pytest.CaptureFixture[str], *words: str) -> str:
         (["--target", "/nowhere"], "/nowhere: no such file or folder"),
         (["--nonsense"], "unrecognized arguments: --nonsense (--help lists the options)"),
         (["--no-engine"], "--no-engine leaves nobody"),
+        ([*PAIR, "--draft", "none", "--reference"], "--reference needs a DFlash draft: name one with --draft"),
+        ([*PAIR, *DRAFT, "--reference"], "--reference needs the package 'dflash', which this Python has not"),
+        ([*PAIR, *DRAFT, "--reference", "/no/python"], "--reference /no/python is no program"),
+        ([*PAIR, *DRAFT, "--kernels", "xla,nonsense"], "kernels 'nonsense' is not one of auto, xla, pallas, triton"),
+        ([*PAIR, "--draft", "no-such-draft"], "draft 'no-such-draft' is no drafter"),
         ([*SERVER, "--server", "localhost:8000"], "--server 'localhost:8000' is no URL"),
         ([*SERVER, "--server", "http://127.0.0.1:9"], "--server has the name 127.0.0.1:9 twice"),
     ],
