@@ -16,7 +16,7 @@ from dflash_jax.benchmark.contender import Ask, ContenderError, Counters, Respon
 from dflash_jax.benchmark.encoding import Codec
 from dflash_jax.text.prompts import shortened
 
-WORKER = Path(__file__).with_name("reference_worker.py")
+WORKER = Path(__file__).parent / "reference_side" / "worker.py"  # alone there: a script imports what lies beside it
 WARM_TOKENS = 16
 
 
@@ -51,7 +51,7 @@ class ReferenceContender:
         try:
             self._process = await asyncio.create_subprocess_exec(
                 options.python, str(WORKER), stdin=asyncio.subprocess.PIPE, stdout=asyncio.subprocess.PIPE,
-                stderr=asyncio.subprocess.PIPE, limit=1 << 24, cwd=WORKER.parents[2],
+                stderr=asyncio.subprocess.PIPE, limit=1 << 24,
             )  # fmt: skip
         except OSError as error:
             raise ContenderError(f"{self.name}: {options.python} cannot be started: {error.strerror}") from error

@@ -76,3 +76,8 @@ def test_one_that_never_answers(tmp_path, monkeypatch):
 def test_one_that_cannot_be_started(tmp_path, monkeypatch):
     with pytest.raises(ContenderError, match="cannot be started: No such file or directory"):
         answered(SPEAKS, tmp_path, monkeypatch, python=str(tmp_path / "no-python"))
+
+
+def test_nothing_lies_beside_the_script_that_it_could_import_by_mistake():
+    beside = [path.name for path in reference_contender.WORKER.parent.iterdir() if path.name != "__pycache__"]
+    assert beside == ["worker.py"]
