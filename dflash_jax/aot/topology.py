@@ -18,6 +18,7 @@ ENVIRONMENT = {
     "TPU_SKIP_MDS_QUERY": "1",
     "TPU_ACCELERATOR_TYPE": "v5litepod-1",
     "TPU_WORKER_HOSTNAMES": "localhost",
+    "ALLOW_MULTIPLE_LIBTPU_LOAD": "1",  # the lock is for the chips, and none is used
     "TF_CPP_MIN_LOG_LEVEL": "3",
 }
 

@@ -1,0 +1,42 @@
+"""The likeliest tokens, found by groups."""
+
+from __future__ import annotations
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from dflash_jax.ops import top_tokens
+from dflash_jax.ops.reference.head import GROUP
+
+rng = np.random.default_rng(0)
+SIZE = 40 * GROUP + 13
+CASES = {
+    "plain": rng.standard_normal((2, 3, SIZE)),
+    "many equal": rng.integers(0, 4, (3, SIZE)),
+    "all equal": np.zeros((1, SIZE)),
+    "few finite": np.where(np.arange(SIZE) == SIZE - 1, 1.0, -np.inf)[None],
+    "nothing finite": np.full((2, SIZE), -np.inf),
+    "a NaN": np.where(np.arange(SIZE) == 777, np.nan, rng.standard_normal((1, SIZE))),
+    "few tokens": rng.standard_normal((2, 97)),
+}
+
+
+@pytest.mark.parametrize("k", [1, 2, 8, 30])
+@pytest.mark.parametrize("name", CASES)
+def test_as_a_sort_would_find_them(name, k):
+    x = jnp.asarray(CASES[name], jnp.float32)
+    for found, wanted in zip(jax.jit(top_tokens, static_argnums=1)(x, k), jax.lax.top_k(x, k), strict=True):
+        np.testing.assert_array_equal(found, wanted)
+
+
+def test_no_whole_vocabulary_is_sorted():
+    """`lax.top_k` alone sorts all of it where the logits come from a product."""
+
+    def best(x, w):
+        return top_tokens(x @ w, 8)
+
+    text = jax.jit(best).lower(jnp.zeros((7, 16)), jnp.zeros((16, SIZE))).compile().as_text()
+    sorted_shapes = [line for line in text.splitlines() if " sort(" in line or "TopK" in line]
+    assert not [line for line in sorted_shapes if f",{SIZE}]" in line]
