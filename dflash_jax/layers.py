@@ -11,7 +11,7 @@ from jax import Array
 
 from dflash_jax import axes
 from dflash_jax.config import AttentionShape, RopeConfig, inverse_frequencies
-from dflash_jax.ops import align, dot, rms_norm
+from dflash_jax.ops import align, dot, flat_inputs, rms_norm
 from dflash_jax.params import Params, ParamSpec
 
 __all__ = [
@@ -84,7 +84,7 @@ def project_qkv(p: Params, x: Array) -> Array:
 def project_out(p: Params, attended: Array) -> Array:
     """attended [S, B, N, D] -> [S, B, H]."""
     flat = attended.reshape(*attended.shape[:-2], -1)
-    y = dot(flat, p["o"].reshape(flat.shape[-1], -1))
+    y = dot(flat, flat_inputs(p["o"], 2))
     return y + align(p["o_bias"], y) if "o_bias" in p else y
 
 

@@ -27,6 +27,7 @@ from dflash_jax.sharding import make_mesh, sharding
 from dflash_jax.state import DecodeState, init_state
 from dflash_jax.steps import StepConfig, Steps
 from dflash_jax.weights import TargetCheckpoint, load_target, open_target
+from dflash_jax.weights.turned import turn
 
 log = logging.getLogger("dflash_jax")
 
@@ -56,8 +57,10 @@ def load(settings: EngineSettings) -> Loaded:
     cache = Path(settings.weights_cache).expanduser() if settings.weights_cache else None
     context = DraftContext("", checkpoint, dtype, mesh, settings.block_size, cache, settings.progress)
     drafter, draft_params = make_drafter("none" if settings.speculation == "never" else settings.draft, context)
-    weights = Weights(load_target(checkpoint, dtype, mesh, settings.progress, cache), draft_params)
-    return Loaded(checkpoint, drafter, weights, dtype, platform, mesh)
+    target_params = load_target(checkpoint, dtype, mesh, settings.progress, cache)
+    if platform == "cpu" and dtype == jnp.float32:
+        target_params, draft_params = turn(target_params), turn(draft_params) if draft_params else draft_params
+    return Loaded(checkpoint, drafter, Weights(target_params, draft_params), dtype, platform, mesh)
 
 
 def choose_dtype(name: str, platform: str) -> Any:

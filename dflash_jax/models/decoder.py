@@ -14,7 +14,17 @@ from dflash_jax import axes
 from dflash_jax.cache import Pool
 from dflash_jax.config import TargetConfig
 from dflash_jax.layers import layer_specs, norm_spec, project_out, project_qkv, rms_norm, rope_tables, swiglu
-from dflash_jax.ops import FILTER, GREEDY, XLA, EditRows, Kernels, SamplingRows, edited_logits, first_largest
+from dflash_jax.ops import (
+    FILTER,
+    GREEDY,
+    XLA,
+    EditRows,
+    Kernels,
+    SamplingRows,
+    Turned,
+    edited_logits,
+    first_largest,
+)
 from dflash_jax.params import Params, ParamSpec
 
 
@@ -86,7 +96,7 @@ def decoder_specs(config: TargetConfig) -> dict[str, Any]:
     return specs
 
 
-def head_weight(params: Params) -> Array:
+def head_weight(params: Params) -> Array | Turned:
     """The output head [V, H]; whether it is the embedding is the target's decision."""
     return params.get("head", params["embed"])
 

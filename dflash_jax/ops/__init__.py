@@ -21,13 +21,14 @@ from dflash_jax.ops.reference import (
     processed_logits,
     token_locations,
     token_logprobs,
+    top_tokens,
 )
 from dflash_jax.ops.reference.accept import BROKEN, LENGTH, RUNNING, STOP, Accepted
-from dflash_jax.ops.reference.numerics import align, apply_rope, dot, rms_norm
+from dflash_jax.ops.reference.numerics import Turned, align, apply_rope, dot, flat_inputs, rms_norm
 
 __all__ = [
     "BROKEN", "FILTER", "GREEDY", "GREEDY_BELOW", "LENGTH", "RUNNING", "SAMPLE", "STOP", "XLA", "Accepted",
-    "EditRows", "Kernels", "SamplingRows", "align", "apply_rope", "dot", "edited_logits", "first_largest", "is_broken",
-    "masked_logits", "norm_rope", "packed_logprobs", "processed_logits", "rms_norm", "select", "token_locations",
-    "token_logprobs",
+    "EditRows", "Kernels", "SamplingRows", "Turned", "align", "apply_rope", "dot", "edited_logits", "first_largest",
+    "flat_inputs", "is_broken", "masked_logits", "norm_rope", "packed_logprobs", "processed_logits", "rms_norm",
+    "select", "token_locations", "token_logprobs", "top_tokens",
 ]  # fmt: skip

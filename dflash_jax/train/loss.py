@@ -15,7 +15,7 @@ from dflash_jax.config import DraftConfig
 from dflash_jax.errors import UserError
 from dflash_jax.models import head_weight
 from dflash_jax.models.dflash import pair_scores
-from dflash_jax.ops import XLA, dot, first_largest
+from dflash_jax.ops import XLA, dot, first_largest, top_tokens
 from dflash_jax.params import Params
 from dflash_jax.train.blocks import Blocks
 
@@ -139,7 +139,7 @@ def _selector_scores(
     A label that is not among them takes the place of the last one, so that there is always something to learn.
     Returns also the label's place int32 [...] and bool [...]: was it there without help?
     """
-    _, candidates = jax.lax.top_k(jax.lax.stop_gradient(logits), top_k)
+    _, candidates = top_tokens(jax.lax.stop_gradient(logits), top_k)
     among = candidates == labels[..., None]
     found = among.any(axis=-1)
     place = jnp.where(found, among.argmax(axis=-1), top_k - 1)

@@ -8,6 +8,8 @@ from jax import Array
 
 from dflash_jax.ops.reference.numerics import dot
 
+GROUP = 64  # neighbouring tokens that are looked at by their largest first
+
 
 def head_logits(hidden: Array, head: Array, multiplier: float = 1.0, softcap: float | None = None) -> Array:
     """float32 logits [..., V] of hidden [..., H] by head [V, H], × multiplier, then softly capped at ±softcap."""
@@ -36,6 +38,30 @@ def _by_reductions(x: Array) -> Array:
     largest = x == x.max(axis=-1, keepdims=True)
     found = jnp.where(jnp.isnan(x), at - size, jnp.where(largest, at, size)).min(axis=-1)
     return jnp.where(found < 0, found + size, found)
+
+
+def top_tokens(x: Array, k: int) -> tuple[Array, Array]:
+    """The k largest of x [..., V], descending, and where they stand (int32); of equals the first.
+
+    `lax.top_k`'s result, without sorting whole vocabularies as it does on CPU inside a larger program (87 ms for 7 rows
+    of 49,152, here 0.4): the k groups of neighbours with the largest maxima hold them all.
+    """
+    if x.shape[-1] <= k * GROUP:
+        return jax.lax.top_k(x, k)
+    groups, maxima = by_groups(x)
+    which = jnp.sort(jax.lax.top_k(maxima, k)[1], axis=-1)  # ascending, so that of equals the first stands first
+    best, at = jax.lax.top_k(jnp.take_along_axis(groups, which[..., None], axis=-2).reshape(*x.shape[:-1], -1), k)
+    return best, jnp.take_along_axis(which, at // GROUP, axis=-1) * GROUP + at % GROUP
+
+
+def by_groups(x: Array) -> tuple[Array, Array]:
+    """x [..., V] in groups of neighbours [..., V / GROUP, GROUP], the last filled up with −inf, and their maxima.
+
+    Where a group holds a NaN its maximum is +inf: a reduction may overlook a NaN (XLA on CPU).
+    """
+    padding = [(0, 0)] * (x.ndim - 1) + [(0, -x.shape[-1] % GROUP)]
+    groups = jnp.pad(x, padding, constant_values=-jnp.inf).reshape(*x.shape[:-1], -1, GROUP)
+    return groups, jnp.where(jnp.isnan(groups), jnp.inf, groups).max(axis=-1)
 
 
 def is_broken(logits: Array, chosen: Array) -> Array:

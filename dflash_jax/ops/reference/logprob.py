@@ -8,6 +8,8 @@ import jax
 import jax.numpy as jnp
 from jax import Array
 
+from dflash_jax.ops.reference.head import top_tokens
+
 
 class Logprobs(NamedTuple):
     """Of each row: the chosen token's value float32 [S, B] and rank int32 [S, B] (1: the likeliest); the n likeliest
@@ -28,7 +30,7 @@ def token_logprobs(logits: Array, chosen: Array, n: int, normalise: bool = True)
     values = jax.nn.log_softmax(logits, axis=-1) if normalise else logits
     own = jnp.take_along_axis(values, chosen[..., None], axis=-1)
     rank = (values >= own).sum(axis=-1, dtype=jnp.int32)
-    top, tokens = jax.lax.top_k(values, min(n, values.shape[-1]))
+    top, tokens = top_tokens(values, min(n, values.shape[-1]))
     spare = [(0, 0)] * (top.ndim - 1) + [(0, n - top.shape[-1])]
     top = jnp.pad(top, spare, constant_values=-jnp.inf)
     return Logprobs(own[..., 0], rank, jnp.pad(tokens.astype(jnp.int32), spare, constant_values=-1), top)

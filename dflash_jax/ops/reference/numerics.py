@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 from collections.abc import Sequence
 from typing import Any
 
@@ -16,11 +17,43 @@ def precision(dtype: Any) -> jax.lax.Precision | None:
     return jax.lax.Precision.HIGHEST if dtype == jnp.float32 else None
 
 
-def dot(x: Array, w: Array, contract: Sequence[int] = (0,), out: Any = None) -> Array:
+@jax.tree_util.register_dataclass
+@dataclasses.dataclass(frozen=True)
+class Turned:
+    """A weight that lies output first: array [N…, K], where it is declared [K, N…] (K: what a product sums over).
+
+    XLA's CPU matrix product of a few rows with it takes half the time: 49 against 88 ms for 8 rows through SmolLM2's
+    matrices, and as long for one row (2 cores, jax 0.10.2).  CPU's compiler copies any other order of memory first.
+    """
+
+    array: Array
+
+    @property
+    def nbytes(self) -> int:
+        return self.array.nbytes
+
+
+def dot(x: Array, w: Array | Turned, contract: Sequence[int] = (0,), out: Any = None) -> Array:
     """x [..., H] · w over x's last axis and w's `contract` axis; the result has type `out` (default x.dtype)."""
-    dims = (((x.ndim - 1,), tuple(contract)), ((), ()))
     dtype = x.dtype if out is None else out
+    if isinstance(w, Turned):
+        return _turned_dot(x, w.array, dtype)
+    dims = (((x.ndim - 1,), tuple(contract)), ((), ()))
     return jax.lax.dot_general(x, w, dims, precision=precision(x.dtype), preferred_element_type=dtype)
+
+
+def _turned_dot(x: Array, w: Array, dtype: Any) -> Array:
+    """w [N…, K] · xᵀ, turned back.  Without the barrier XLA would make the ordinary product of it again."""
+    k, dims = x.shape[-1], (((1,), (1,)), ((), ()))
+    y = jax.lax.dot_general(
+        w.reshape(-1, k), x.reshape(-1, k), dims, precision=precision(x.dtype), preferred_element_type=dtype
+    )
+    return jax.lax.optimization_barrier(y).T.reshape(*x.shape[:-1], *w.shape[:-1])
+
+
+def flat_inputs(w: Array | Turned, axes: int) -> Array | Turned:
+    """w [K₁, …, N] with its first `axes` axes as one; a turned weight has them so already."""
+    return w if isinstance(w, Turned) else w.reshape(-1, *w.shape[axes:])
 
 
 def rms_norm(x: Array, weight: Array, eps: float) -> Array:

@@ -16,10 +16,10 @@ import jax.numpy as jnp
 import numpy as np
 from jax import Array
 
-from dflash_jax.ops.reference.head import first_largest
+from dflash_jax.ops.reference.head import GROUP, by_groups, first_largest
 
 GREEDY, SAMPLE, FILTER = "greedy", "sample", "filter"  # what of sampling is in use; each serves those before it
-GROUP, GROUPS = 64, 64  # tokens of a group, groups that a filter looks at first
+GROUPS = 64  # groups of neighbouring tokens that a filter looks at first
 GREEDY_BELOW = 1e-5  # temperatures under this are greedy, as in vLLM
 
 
@@ -110,15 +110,12 @@ class _Likeliest(NamedTuple):
 
 def _likeliest(z: Array) -> _Likeliest:
     """Of z [S, B, V], the groups of neighbouring tokens with the largest maxima: those left out have nothing larger."""
-    s, b, v = z.shape
-    padded = jnp.pad(z, ((0, 0), (0, 0), (0, -v % GROUP)), constant_values=-jnp.inf)
-    grouped = padded.reshape(s, b, -1, GROUP)
-    maxima = jnp.where(jnp.isnan(grouped), jnp.inf, grouped).max(axis=-1)  # a maximum may overlook a NaN (XLA on CPU)
+    grouped, maxima = by_groups(z)
     best, which = jax.lax.top_k(maxima, GROUPS)
     floor = jnp.where(best[..., 0] == jnp.inf, jnp.nan, best[..., -1])
     values = jnp.take_along_axis(grouped, which[..., None], axis=2)
     ids = which[..., None] * GROUP + jnp.arange(GROUP, dtype=jnp.int32)[None, None, None]
-    return _Likeliest(values.reshape(s, b, -1), ids.reshape(s, b, -1), floor)
+    return _Likeliest(values.reshape(*z.shape[:2], -1), ids.reshape(*z.shape[:2], -1), floor)
 
 
 class _Found(NamedTuple):
