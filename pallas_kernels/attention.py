@@ -98,6 +98,7 @@ def _step(
     """
     step = pl.program_id(1)
     own_step = pl.program_id(0) * launch.steps + step
+    last_step = launch.steps * launch.tiles.lanes - 1
     request, group, tile = launch.place(own_step)
     length = lengths_ref[request]
     first, last = launch.chunks(length, tile)
@@ -112,15 +113,16 @@ def _step(
     _start(best_ref, total_ref, mixed_ref)
     _fold_block(launch, q_ref, own_ref, best_ref, total_ref, mixed_ref, row, tile)
 
-    def fold_chunk(chunk, half):
+    def fold_chunk(chunk: Any, half: Any) -> Any:
         more = chunk + 1 < last
-        after = launch.place(jnp.minimum(own_step + 1, launch.steps * launch.tiles.lanes - 1))
-        next_first, _ = launch.chunks(lengths_ref[after[0]], after[2])
-        target = [jnp.where(more, a, b) for a, b in zip((request, group), after[:2], strict=True)]
+        after, after_group, after_tile = launch.place(jnp.minimum(own_step + 1, last_step))
+        after_first, _ = launch.chunks(lengths_ref[after], after_tile)
+        target, target_group = jnp.where(more, request, after), jnp.where(more, group, after_group)
+        target_chunk = jnp.where(more, chunk + 1, after_first)
 
         @pl.when(more | (step + 1 < launch.steps))
         def _():
-            copies(*target, jnp.where(more, chunk + 1, next_first), 1 - half, lambda copy: copy.start())
+            copies(target, target_group, target_chunk, 1 - half, lambda copy: copy.start())
 
         copies(request, group, chunk, half, lambda copy: copy.wait())
         _fold_pages(launch, q_ref, pages_ref.at[half], best_ref, total_ref, mixed_ref, row, length, chunk)

@@ -125,8 +125,8 @@ def _copies(launch: Launch, page_ref, pool_ref, pages_ref, step, half, semaphore
             there = pool_ref.at[page]
             if launch.head_groups > 1:
                 there = there.at[:, pl.ds(group * tiles.heads, tiles.heads)]
-            ends = (there, pages_ref.at[half, i])
-            act(pltpu.make_async_copy(*(ends if read else ends[::-1]), semaphores.at[half]))
+            here, arrived = pages_ref.at[half, i], semaphores.at[half]
+            act(pltpu.make_async_copy(there, here, arrived) if read else pltpu.make_async_copy(here, there, arrived))
 
 
 def _put_rows(launch: Launch, step, offset_ref, page_ref, bits_ref, rows_ref, shifted_ref, half_ref) -> None:

@@ -107,7 +107,9 @@ def everywhere(mesh: Mesh, shape: tuple[int, ...], dtype: Any = jnp.int32) -> ja
 
 def batch(work: Work, mesh: Mesh) -> PrefillBatch:
     rows = work.chunk_rows
-    one = everywhere(mesh, (rows,))
+    one: Any = everywhere(mesh, (rows,))
+    tokens: Any
+    last: Any
     tokens, last = everywhere(mesh, (rows, work.chunk)), everywhere(mesh, (rows,), jnp.bool_)
     return PrefillBatch(tokens, one, one, one, last)
 

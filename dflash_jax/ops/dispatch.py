@@ -89,7 +89,7 @@ def _by_heads(kernel: Callable[..., Any], op: str, mesh: Mesh) -> Callable[..., 
     def spec(axis: int | None) -> PartitionSpec:
         return PartitionSpec() if axis is None else PartitionSpec(*[None] * axis, name)
 
-    results = tuple(map(spec, axes_out))
+    results: Any = spec(axes_out[0]) if len(axes_out) == 1 else tuple(map(spec, axes_out))
 
     def split(*args: Any, **options: Any) -> Any:
         fixed = {i: args[i] for i, axis in enumerate(axes_in) if axis == STATIC}
@@ -100,8 +100,7 @@ def _by_heads(kernel: Callable[..., Any], op: str, mesh: Mesh) -> Callable[..., 
             return kernel(*(every[i] for i in range(len(args))), **options)
 
         specs = tuple(spec(axes_in[i]) for i in moving)  # pyright: ignore[reportArgumentType]
-        out = results if len(results) > 1 else results[0]
-        run = jax.shard_map(local, mesh=mesh, in_specs=specs, out_specs=out, check_vma=False)
+        run = jax.shard_map(local, mesh=mesh, in_specs=specs, out_specs=results, check_vma=False)
         return run(*(args[i] for i in moving))
 
     return split

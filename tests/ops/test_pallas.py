@@ -20,6 +20,7 @@ from dflash_jax import UserError
 from dflash_jax.ops import reference
 from dflash_jax.ops.dispatch import Kernels, select
 from dflash_jax.ops.kernel_packages import load_kernel, load_kernel_package
+from dflash_jax.ops.reference.write import write_rows
 from dflash_jax.ops.shapes import Shape
 from dflash_jax.sharding import make_mesh
 from ops.test_attention import Case, model
@@ -78,7 +79,7 @@ def written(kv, locations, pages: int, size: int, **how: Any) -> tuple[np.ndarra
     """(by the kernel, by the reference): a pool of NaN with kv [S, B, 2, G, D] written at `locations`."""
     pool = jnp.full((pages, 2, kv.shape[3], size, kv.shape[4]), jnp.nan, kv.dtype)
     mine = jax.jit(functools.partial(writing.write_rows, **how))(pool, kv, locations)
-    return np.asarray(mine[1:], np.float32), np.asarray(reference.write.write_rows(pool, kv, locations)[1:], np.float32)
+    return np.asarray(mine[1:], np.float32), np.asarray(write_rows(pool, kv, locations)[1:], np.float32)
 
 
 def consecutive(rng: np.random.Generator, requests: int, rows: int, size: int) -> tuple[np.ndarray, int]:
