@@ -19,8 +19,7 @@ SIZES = {
 # These move nothing: they name what is there already, or wait for what was counted at its start.
 STILL = {
     "parameter", "constant", "tuple", "get-tuple-element", "bitcast", "after-all", "partition-id", "replica-id",
-    "copy-done", "slice-done", "async-done", "async-update", "all-reduce-done", "all-gather-done", "opt-barrier",
-    "collective-permute-done", "add-dependency",
+    "async-update", "opt-barrier", "add-dependency",
 }  # fmt: skip
 STILL_CALLS = {"ConcatBitcast", "AllocateBuffer", "AssumeGatherIndicesInBound"}
 SLICING = {"dynamic-slice", "slice", "gather"}
@@ -158,21 +157,21 @@ class Program:
     def between_chips(self) -> int:
         """Bytes that collectives take in."""
         kinds = {*COLLECTIVES, *(f"{kind}-start" for kind in COLLECTIVES)}
-        taking = [x for x in self.main if x.kind in kinds]
-        return sum(b.nbytes for x in taking for b in self._operands(self.entry, x))
+        found = ((name, x) for name, body in self.computations.items() for x in body if x.kind in kinds)
+        return sum(b.nbytes for name, x in found for b in self._operands(name, x))
 
     def _operands(self, computation: str, x: Instruction) -> list[Buffer]:
         found = (self.find(computation, name) for name in x.operands)
         return [buffer for operand in found if operand for buffer in operand.results]
 
     def _moved(self, x: Instruction) -> int:
-        if x.kind in STILL or x.target in STILL_CALLS:
+        if x.kind in STILL or x.kind.endswith("-done") or x.target in STILL_CALLS:
             return 0
-        if x.kind == "copy-start":  # (to, from, a flag)
-            return x.results[0].main_bytes + x.results[1].main_bytes
         if x.kind == "slice-start":  # (from whole, …), to, a flag
             to = x.results[-2]
             return to.main_bytes + (to.nbytes if self._from_main(x) else 0)
+        if x.kind.endswith("-start"):  # its results are both ends: what is taken from and what is written
+            return sum(b.main_bytes for b in x.results)
         written = self._written(x)
         if x.kind in SLICING:
             return written + (sum(b.nbytes for b in x.results) if self._from_main(x) else 0)

@@ -65,6 +65,23 @@ def test_a_prefetch_counts_once():
     assert found.traffic() == {"cs": 64 * 128 * 2, "ss": 16 * 128 * 2}
 
 
+def test_an_exchange_beside_the_main_program_counts_once_and_is_seen():
+    """Some chips run collectives on other cores, as calls that are started and awaited."""
+    body = "\n".join([
+        "%away (p0: bf16[64,128]) -> bf16[64,128] {",
+        "  %p0 = bf16[64,128]{1,0} parameter(0)",
+        "  ROOT %sum = bf16[64,128]{1,0} all-reduce(%p0), replica_groups={{0,1}}, to_apply=%add",
+        "}",
+    ])  # fmt: skip
+    found = program(
+        *PARAMETERS,
+        "%go = ((bf16[64,128]{1,0}), bf16[64,128]{1,0}, u32[]{:S(2)}) call-start(%w), to_apply=%away",
+        "ROOT %come = bf16[64,128]{1,0} call-done(%go)",
+        before=body,
+    )
+    assert found.traffic() == {"go": 2 * 64 * 128 * 2} and found.between_chips() == 64 * 128 * 2
+
+
 def test_a_lookup_reads_the_rows_it_takes_even_through_fusions():
     body = "\n".join([
         "%inner (q0: bf16[64,128], q1: s32[3]) -> bf16[3,128] {",
