@@ -66,14 +66,27 @@ def dense_attention(
     s = blocks if context is None else context.shape[0]
     q = q.reshape(s, blocks // s, b, kv.shape[3], -1, d)
     kv = kv.reshape(s, blocks // s, *kv.shape[1:])
-    own = _scores("sabgrd,sacgd->sagrbc", q, kv[:, :, :, 0], block_mask(b, causal, window)[None, None, None, None])
-    if context is None:
-        return _mixed("sagrbc,sacgd->sabgrd", jax.nn.softmax(own), kv[:, :, :, 1]).reshape(blocks, b, n, d)
-    seen = context_mask(lengths.reshape(s, -1), context.shape[1], b, window)[:, :, None, None]
-    scores = jnp.concatenate([_scores("sabgrd,stgd->sagrbt", q, context[:, :, 0], seen), own], axis=-1)
-    before, within = jnp.split(jax.nn.softmax(scores), [context.shape[1]], axis=-1)
-    out = _mixed("sagrbt,stgd->sabgrd", before, context[:, :, 1])
-    return (out + _mixed("sagrbc,sacgd->sabgrd", within, kv[:, :, :, 1])).reshape(blocks, b, n, d)
+    own = _scores("sabgrd,sacgd->sgabrc", q, kv[:, :, :, 0], block_mask(b, causal, window)[None, None, None, :, None])
+    values = [("sgabrc,sacgd->sabgrd", kv[:, :, :, 1])]
+    scores = [own]
+    if context is not None:
+        seen = context_mask(lengths.reshape(s, -1), context.shape[1], b, window)[:, None, :, :, None]
+        scores.append(_scores("sabgrd,stgd->sgabrt", q, context[:, :, 0], seen))
+        values.append(("sgabrt,stgd->sabgrd", context[:, :, 1]))
+    weights = _softmax(scores)
+    out = [_mixed(product, w, v) for w, (product, v) in zip(weights, values, strict=True)]
+    return sum(out[1:], out[0]).reshape(blocks, b, n, d)
+
+
+def _softmax(parts: list[Array]) -> list[Array]:
+    """Softmax over the last axes of all parts together, without laying them side by side.
+
+    Scores stand in the order in which a product writes them, (s, g), then (a, b, r): any other costs a copy of all.
+    """
+    top = jax.lax.stop_gradient(functools.reduce(jnp.maximum, [x.max(axis=-1, keepdims=True) for x in parts]))
+    raised = [jnp.exp(x - top) for x in parts]
+    total = sum(x.sum(axis=-1, keepdims=True) for x in raised)
+    return [x / total for x in raised]
 
 
 def context_mask(lengths: Array, tokens: int, block: int, window: int | None) -> Array:

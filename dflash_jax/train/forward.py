@@ -7,18 +7,24 @@ import jax.numpy as jnp
 from jax import Array
 
 from dflash_jax.config import DraftConfig, TargetConfig
-from dflash_jax.models import FAMILIES, Rows, embed
+from dflash_jax.models import FAMILIES, Hidden, Rows, embed
 from dflash_jax.models.dflash import draft_rows, inject_context, with_injection
 from dflash_jax.params import Params
 from dflash_jax.train.blocks import Blocks
 from dflash_jax.train.dense import DENSE
 
 
-def target_taps(params: Params, config: TargetConfig, tokens: Array, taps: tuple[int, ...]) -> Array:
-    """Taps [S, T, K·H] of the target at every position of tokens int32 [S, T], without a cache and constant."""
+def target_hidden(params: Params, config: TargetConfig, tokens: Array, taps: tuple[int, ...]) -> Hidden:
+    """Taps [S, T, K·H] and last hidden states [S, T, H] of the target at every position of tokens int32 [S, T],
+    without a cache and constant."""
     nothing = (None,) * config.num_layers
     hidden = FAMILIES[config.family].forward(params, config, _from_zero(tokens), nothing, taps)
-    return jax.lax.stop_gradient(hidden.taps)
+    return hidden._replace(last=jax.lax.stop_gradient(hidden.last), taps=jax.lax.stop_gradient(hidden.taps))
+
+
+def target_taps(params: Params, config: TargetConfig, tokens: Array, taps: tuple[int, ...]) -> Array:
+    """Taps [S, T, K·H] alone."""
+    return target_hidden(params, config, tokens, taps).taps
 
 
 def draft_hidden(params: Params, config: DraftConfig, target: Params, taps: Array, blocks: Blocks) -> Array:

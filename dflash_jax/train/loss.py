@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import dataclasses
-import functools
 from typing import Any, NamedTuple
 
 import jax
@@ -15,9 +14,11 @@ from dflash_jax.config import DraftConfig
 from dflash_jax.errors import UserError
 from dflash_jax.models import head_weight
 from dflash_jax.models.dflash import pair_scores
-from dflash_jax.ops import XLA, dot, first_largest, top_tokens
+from dflash_jax.ops import dot
+from dflash_jax.ops.reference.numerics import precision
 from dflash_jax.params import Params
 from dflash_jax.train.blocks import Blocks
+from dflash_jax.train.head import Head, Rows, capped, head_ce
 
 WEIGHTINGS = ("decay", "dpace")
 _GAMMA_AT = ((8, 10, 16), (4.0, 5.0, 7.0))  # arXiv:2602.06036, appendix: γ of blocks of 8, 10 and 16
@@ -29,7 +30,8 @@ class LossConfig:
 
     weighting: `decay`, exp(−(k−1)/γ), or `dpace` (arXiv:2605.18810), which follows the draft's own confidence.
     gamma: None takes the one that belongs to the block size.  selector_weight: of DFlash 2's second term.
-    slice_rows: about how many rows of float32 logits may exist at once.
+    slice_rows: about how many rows of float32 logits may exist at once.  soft: the share of a row's target that is the
+    target's distribution after the true tokens before it, rather than its token.
     """
 
     weighting: str = "decay"
@@ -37,8 +39,11 @@ class LossConfig:
     dpace_alpha: float = 0.5
     selector_weight: float = 1.0
     slice_rows: int = 2048
+    soft: float = 0.0
 
     def __post_init__(self) -> None:
+        if not 0.0 <= self.soft <= 1.0:
+            raise UserError(f"soft must be between 0 and 1, not {self.soft}")
         if self.weighting not in WEIGHTINGS:
             raise UserError(f"weighting {self.weighting!r} is not one of {', '.join(WEIGHTINGS)}")
 
@@ -92,22 +97,40 @@ def dpace_weights(ce: Array, rows: Array, alpha: float) -> Array:
 
 
 def score_blocks(
-    params: Params, config: DraftConfig, target: Params, hidden: Array, blocks: Blocks, slice_rows: int
-) -> Scored:
+    params: Params, config: DraftConfig, target: Params, hidden: Array, blocks: Blocks, loss: LossConfig,
+    teacher: Array | None = None,
+) -> Scored:  # fmt: skip
     """Scores of blocks' hidden states [S, A, B, H] by the target's head, a few blocks of all sequences at a time.
 
-    Each slice is computed again for the gradient, so that logits of more rows never exist.
+    teacher: the target's own last hidden states [S, T, H], from which `loss.soft` takes what the rows are to say.
     """
     s, a, b, _ = hidden.shape
-    at_once = _blocks_at_once(a, s * (b - 1), slice_rows)
+    at_once = _blocks_at_once(a, s * (b - 1), loss.slice_rows)
 
     def split(x: Array) -> Array:
-        return jnp.moveaxis(x.reshape(s, a // at_once, at_once, *x.shape[2:]), 1, 0)
+        slices = jnp.moveaxis(x.reshape(s, a // at_once, at_once, *x.shape[2:]), 1, 0)
+        return slices.reshape(a // at_once, -1, *x.shape[3:])
 
-    inputs = split(hidden[:, :, 1:]), split(blocks.labels[:, :, 1:]), split(blocks.labels[:, :, :-1])
-    part = jax.checkpoint(functools.partial(_score_rows, params, config, target))
-    found = jax.lax.map(lambda x: part(*x), inputs)
-    return Scored(*(jnp.moveaxis(x, 0, 1).reshape(s, a, b - 1) for x in found))
+    def joined(x: Array) -> Array:
+        parts = x.reshape(a // at_once, s, at_once, b - 1, *x.shape[2:])
+        return jnp.moveaxis(parts, 0, 1).reshape(s, a, b - 1, *x.shape[2:])
+
+    weight = jax.lax.stop_gradient(head_weight(target))
+    labels, previous = blocks.labels[:, :, 1:], blocks.labels[:, :, :-1]
+    rows = Rows(split(hidden[:, :, 1:]), split(labels), None if teacher is None else split(_asked(teacher, blocks)))
+    best = config.selector.top_k if config.selector else 1
+    head = Head(best, config.output_multiplier, config.logit_softcap, loss.soft)
+    ce, tokens = map(joined, head_ce(head, weight, rows))
+    if config.selector is None:
+        return Scored(ce, jnp.zeros_like(ce), tokens[..., 0] == labels)
+    return Scored(ce, *_selector_ce(params["selector"], head, weight, hidden[:, :, 1:], tokens, labels, previous))
+
+
+def _asked(teacher: Array, blocks: Blocks) -> Array:
+    """The target's hidden states [S, A, B−1, H] that rows 1 … B−1 stand for: one position before theirs."""
+    s, a, b = blocks.positions.shape
+    at = jnp.clip(blocks.positions[:, :, 1:] - 1, 0, teacher.shape[1] - 1).reshape(s, -1)
+    return jnp.take_along_axis(teacher, at[..., None], axis=1).reshape(s, a, b - 1, -1)
 
 
 def _blocks_at_once(blocks: int, rows_of_each: int, slice_rows: int) -> int:
@@ -115,38 +138,27 @@ def _blocks_at_once(blocks: int, rows_of_each: int, slice_rows: int) -> int:
     return max(n for n in range(1, blocks + 1) if blocks % n == 0 and (n == 1 or n * rows_of_each <= slice_rows))
 
 
-def _score_rows(
-    params: Params, config: DraftConfig, target: Params, hidden: Array, labels: Array, previous: Array
-) -> Scored:
-    """hidden [..., H]; labels and the tokens before them int32 [...]."""
-    head = jax.lax.stop_gradient(head_weight(target))
-    logits = XLA.head_logits(hidden, head, config.output_multiplier, config.logit_softcap)
-    label = jnp.take_along_axis(logits, labels[..., None], axis=-1)
-    ce = jax.nn.logsumexp(logits, axis=-1) - label[..., 0]
-    if config.selector is None:
-        return Scored(ce, jnp.zeros_like(ce), first_largest(jax.lax.stop_gradient(logits)) == labels)
-    scores, place, found = _selector_scores(params["selector"], config.selector.top_k, hidden, logits, labels, previous)
-    own = jnp.take_along_axis(scores, place[..., None], axis=-1)[..., 0]
-    hit = found & (jax.lax.stop_gradient(scores).argmax(axis=-1) == place)
-    return Scored(ce, jax.nn.logsumexp(scores, axis=-1) - own, hit)
-
-
-def _selector_scores(
-    p: Params, top_k: int, hidden: Array, logits: Array, labels: Array, previous: Array
-) -> tuple[Array, Array, Array]:
-    """The selector's scores float32 [..., K] of the K best tokens given the true token before them.
+def _selector_ce(
+    p: Params, head: Head, weight: Array, hidden: Array, candidates: Array, labels: Array, previous: Array
+) -> tuple[Array, Array]:
+    """Cross-entropy [...] of the selector among its candidates int32 [..., K], given the true token before each row,
+    and bool [...]: would it choose the label?
 
     A label that is not among them takes the place of the last one, so that there is always something to learn.
-    Returns also the label's place int32 [...] and bool [...]: was it there without help?
     """
-    _, candidates = top_tokens(jax.lax.stop_gradient(logits), top_k)
     among = candidates == labels[..., None]
     found = among.any(axis=-1)
-    place = jnp.where(found, among.argmax(axis=-1), top_k - 1)
-    is_last = _only_last(top_k, candidates.ndim) & ~found[..., None]
+    place = jnp.where(found, among.argmax(axis=-1), head.best - 1)
+    is_last = _only_last(head.best, candidates.ndim) & ~found[..., None]
     candidates = jnp.where(is_last, labels[..., None], candidates)
-    unary = jnp.take_along_axis(logits, candidates, axis=-1)
-    return unary + pair_scores(p, dot(hidden, p["hidden"]), previous, candidates), place, found
+    exact = precision(hidden.dtype)
+    unary = jnp.einsum(
+        "...h,...kh->...k", hidden, weight[candidates], precision=exact, preferred_element_type=jnp.float32
+    )
+    scores = capped(head, unary)[0] + pair_scores(p, dot(hidden, p["hidden"]), previous, candidates)
+    own = jnp.take_along_axis(scores, place[..., None], axis=-1)[..., 0]
+    hit = found & (jax.lax.stop_gradient(scores).argmax(axis=-1) == place)
+    return jax.nn.logsumexp(scores, axis=-1) - own, hit
 
 
 def _only_last(size: int, ndim: int) -> np.ndarray:

@@ -67,6 +67,7 @@ class Plan:
     warmup: float = 0.04
     clip: float = 1.0
     weight_decay: float = 0.01
+    optimizer: str = "adamw"
     dtype: str = "bfloat16"
     seed: int = 0
     weighting: str = "decay"
@@ -74,6 +75,7 @@ class Plan:
     dpace_alpha: float = 0.5
     selector_weight: float = 1.0
     slice_rows: int = 2048
+    soft: float = 0.0
     start: str = "random"
     log_every: int = 20
     save_every: int = 1000
@@ -83,10 +85,12 @@ class Plan:
             raise UserError(f"[train] start {self.start!r} is not one of {', '.join(STARTS)}")
 
     def config(self, target: TargetConfig, draft: DraftConfig) -> TrainConfig:
-        loss = LossConfig(self.weighting, self.gamma, self.dpace_alpha, self.selector_weight, self.slice_rows)
+        loss = LossConfig(
+            self.weighting, self.gamma, self.dpace_alpha, self.selector_weight, self.slice_rows, self.soft
+        )
         return TrainConfig(
             target, draft, self.steps, loss, self.anchors, self.learning_rate, self.warmup, self.clip,
-            self.weight_decay, dtype=self.dtype, seed=self.seed,
+            self.weight_decay, dtype=self.dtype, seed=self.seed, optimizer=self.optimizer,
         )  # fmt: skip
 
 

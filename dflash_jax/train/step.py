@@ -18,8 +18,9 @@ from dflash_jax.config import DraftConfig, TargetConfig
 from dflash_jax.errors import UserError
 from dflash_jax.params import Params
 from dflash_jax.train.blocks import Batch, make_blocks, sample_anchors
-from dflash_jax.train.forward import draft_hidden, target_taps
+from dflash_jax.train.forward import draft_hidden, target_hidden
 from dflash_jax.train.loss import LossConfig, Sums, loss_sums, metrics, score_blocks
+from dflash_jax.train.optimizer import OPTIMIZERS, make_optimizer, schedule
 
 DATA = "data"
 Anchors = tuple[Array, Array]
@@ -47,6 +48,11 @@ class TrainConfig:
     betas: tuple[float, float] = (0.9, 0.95)
     dtype: str = "bfloat16"
     seed: int = 0
+    optimizer: str = "adamw"
+
+    def __post_init__(self) -> None:
+        if self.optimizer not in OPTIMIZERS:
+            raise UserError(f"optimizer {self.optimizer!r} is not one of {', '.join(OPTIMIZERS)}")
 
 
 @jax.tree_util.register_dataclass
@@ -59,27 +65,10 @@ class TrainState:
     optimizer: Any
 
 
-def schedule(config: TrainConfig) -> optax.Schedule:
-    """Learning rate by step."""
-    rise = max(1, round(config.warmup * config.steps))
-    return optax.warmup_cosine_decay_schedule(0.0, config.learning_rate, rise, max(config.steps, rise + 1))
-
-
-def optimizer(config: TrainConfig) -> optax.GradientTransformation:
-    """Clipping, then AdamW; decay of matrices only."""
-    b1, b2 = config.betas
-
-    def matrices(params: Params) -> Any:
-        return jax.tree.map(lambda x: x.ndim > 1, params)
-
-    adamw = optax.adamw(schedule(config), b1, b2, weight_decay=config.weight_decay, mask=matrices)
-    return optax.chain(optax.clip_by_global_norm(config.clip), adamw)
-
-
 def init_state(config: TrainConfig, params: Params, mesh: Mesh) -> TrainState:
     """Nothing learnt yet: float32 copies of `params` (without `inject`) on every device of `mesh`."""
     masters = jax.tree.map(lambda x: jnp.array(x, jnp.float32), {k: v for k, v in params.items() if k != "inject"})
-    state = TrainState(jnp.zeros((), jnp.int32), masters, optimizer(config).init(masters))
+    state = TrainState(jnp.zeros((), jnp.int32), masters, make_optimizer(config).init(masters))
     return jax.device_put(state, NamedSharding(mesh, PartitionSpec()))
 
 
@@ -93,10 +82,11 @@ def part_sums(
 ) -> tuple[Array, Sums]:
     """(Σ w · CE, sums) of the blocks at `anchors` in a batch of S sequences."""
     cast = jax.tree.map(lambda x: x.astype(config.dtype), params)
-    taps = target_taps(target, config.target, batch.tokens, config.draft.taps)
+    own = target_hidden(target, config.target, batch.tokens, config.draft.taps)
     blocks = make_blocks(config.draft, batch, *anchors)
-    hidden = draft_hidden(cast, config.draft, target, taps, blocks)
-    scored = score_blocks(cast, config.draft, target, hidden, blocks, config.loss.slice_rows)
+    hidden = draft_hidden(cast, config.draft, target, own.taps, blocks)
+    teacher = own.last if config.loss.soft else None
+    scored = score_blocks(cast, config.draft, target, hidden, blocks, config.loss, teacher)
     return loss_sums(config.loss, blocks, scored)
 
 
@@ -118,7 +108,7 @@ def train_step(
     )
     gradients = jax.tree.map(lambda g: g / jnp.maximum(sums.weight, 1e-9), gradients)
     with jax.numpy_dtype_promotion("standard"):  # optax counts steps in integers and multiplies floats by them
-        updates, inner = optimizer(config).update(gradients, state.optimizer, state.params)
+        updates, inner = make_optimizer(config).update(gradients, state.optimizer, state.params)
         rate = schedule(config)(state.step)
     new = TrainState(state.step + 1, optax.apply_updates(state.params, updates), inner)
     more = {"gradient_norm": global_norm(gradients), "learning_rate": rate}

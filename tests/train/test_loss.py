@@ -15,7 +15,7 @@ from dflash_jax.config import DraftConfig
 from dflash_jax.errors import UserError
 from dflash_jax.models.dflash import select_candidates
 from dflash_jax.train.blocks import Blocks, make_blocks
-from dflash_jax.train.forward import draft_hidden, target_taps
+from dflash_jax.train.forward import draft_hidden, target_hidden, target_taps
 from dflash_jax.train.loss import (
     LossConfig,
     Scored,
@@ -56,7 +56,7 @@ def softmax_ce(scores: np.ndarray, label: np.ndarray) -> np.ndarray:
 
 
 def scored(name: str, slice_rows: int = 2048) -> Scored:
-    return jax.device_get(score_blocks(*case(name), slice_rows))
+    return jax.device_get(score_blocks(*case(name), LossConfig(slice_rows=slice_rows)))
 
 
 @pytest.mark.parametrize("name", [V1, V2])
@@ -100,8 +100,20 @@ def test_hits_follow_the_selectors_walk():
     labels = blocks.labels.at[:, :, 1:].set(path.reshape(blocks.labels[:, :, 1:].shape))
     labels = labels.at[:, :, 4].add(1) % config.vocab_size  # all right but row 4
     told = dataclasses.replace(blocks, labels=labels)
-    hit = np.asarray(score_blocks(*case(V2)[:4], told, 2048).hit)
+    hit = np.asarray(score_blocks(*case(V2)[:4], told, LossConfig()).hit)
     assert hit[..., :3].all() and not hit[..., 3].any()
+
+
+def test_soft_rows_ask_the_target_after_the_true_token_before_them():
+    params, config, target, hidden, blocks = case(V1)
+    pair = goldens.pair(V1)
+    last = target_hidden(target, pair.target, batch_of(pair).tokens, config.taps).last
+    found = score_blocks(params, config, target, hidden, blocks, LossConfig(soft=1.0), last).ce
+    head = target.get("head", target["embed"])
+    wanted = jax.nn.softmax(jnp.einsum("...h,vh->...v", last, head))
+    said = jax.nn.log_softmax(jnp.asarray(logits_of(V1)))
+    for s, a, k in np.ndindex(found.shape):
+        close(found[s, a, k], -(wanted[s, blocks.positions[s, a, k + 1] - 1] * said[s, a, k]).sum(), rtol=1e-4)
 
 
 @pytest.mark.parametrize("name", [V1, V2])
@@ -111,7 +123,7 @@ def test_logits_of_all_rows_never_exist(name: str):
     rows = hidden.shape[0] * (hidden.shape[2] - 1)
 
     def total(params, hidden, slice_rows):
-        found = score_blocks(params, config, target, hidden, blocks, slice_rows)
+        found = score_blocks(params, config, target, hidden, blocks, LossConfig(slice_rows=slice_rows))
         return found.ce.sum() + found.selector_ce.sum()
 
     def largest(slice_rows: int) -> int:
@@ -128,7 +140,7 @@ def rows_of_logits(jaxpr, vocab: int):
     for equation in jaxpr.eqns:
         for variable in equation.outvars:
             shape = variable.aval.shape
-            if len(shape) > 2 and shape[-1] == vocab and variable.aval.dtype == jnp.float32:
+            if len(shape) > 1 and shape[-1] == vocab and variable.aval.dtype == jnp.float32:
                 yield int(np.prod(shape[:-1]))
         for value in jax.tree.leaves(list(equation.params.values()), is_leaf=lambda x: hasattr(x, "eqns")):
             inner = getattr(value, "jaxpr", value)
@@ -186,7 +198,7 @@ def losses_of(name: str):
 
     def run(taps, blocks):
         hidden = draft_hidden(params, pair.draft, pair.target_params, taps, blocks)
-        found = score_blocks(params, pair.draft, pair.target_params, hidden, blocks, 64)
+        found = score_blocks(params, pair.draft, pair.target_params, hidden, blocks, LossConfig(slice_rows=64))
         rows = jnp.where(blocks.rows[:, :, 1:], decay_weights(pair.draft.block_size)[None, None], 0.0)
         assert loss_sums(config, blocks, found)[0].shape == ()
         return (rows * (found.ce + found.selector_ce)).sum(axis=-1)
@@ -214,7 +226,7 @@ def test_labels_are_not_shifted():
     changed = batch_of(goldens.pair(V1))
     changed = dataclasses.replace(changed, tokens=tokens.at[:, 22].set((tokens[:, 22] + 1) % config.vocab_size))
     again = make_blocks(config, changed, blocks.anchors, blocks.anchors >= 0)
-    second = np.asarray(score_blocks(params, config, target, hidden, again, 2048).ce)
+    second = np.asarray(score_blocks(params, config, target, hidden, again, LossConfig()).ce)
     assert isinstance(config, DraftConfig)
     differing = {(int(a), int(k) + 1) for _, a, k in np.argwhere(second != first)}
     assert differing == {(1, 2)}, "anchor 20: the token at 22 is the label of row 2"

@@ -19,7 +19,8 @@ from dflash_jax.params import walk
 from dflash_jax.train.blocks import Batch, sample_anchors
 from dflash_jax.train.init import init_draft
 from dflash_jax.train.loss import LossConfig
-from dflash_jax.train.step import TrainConfig, data_mesh, init_state, optimizer, part_sums, schedule
+from dflash_jax.train.optimizer import make_optimizer, schedule
+from dflash_jax.train.step import TrainConfig, data_mesh, init_state, part_sums
 from train.lab import batches, train_config, trainer_of
 
 V1, V2 = "qwen3-v1", "llama-v2-window"
@@ -110,7 +111,7 @@ def test_learning_rate_and_decay():
     close(np.array([rate(at) for at in (0, 2, 4, 52, 100)]), [0, 0.5, 1, 0.5, 0], atol=1e-6)
     params = {"matrix": jnp.ones((2, 2)), "norm": jnp.ones(2)}
     config = train_config(V1, warmup=0.0, learning_rate=1.0, weight_decay=0.5, steps=100)
-    chain = optimizer(config)
+    chain = make_optimizer(config)
     state, nothing = chain.init(params), jax.tree.map(jnp.zeros_like, params)
     with jax.numpy_dtype_promotion("standard"):
         _, state = chain.update(nothing, state, params)
