@@ -77,7 +77,7 @@ def room_of(module: str) -> tuple[int, int] | None:
     What `python -m` runs of a package is a command line: it may import all, and nothing may import it.
     """
     if module.endswith(".__main__"):
-        return len(ROOMS) - 1, -1
+        return len(ROOMS), -1
     top = module.split(".")[1] if "." in module else ""
     for height, rooms in enumerate(ROOMS):
         for index, room in enumerate(rooms):
