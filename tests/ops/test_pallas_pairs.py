@@ -1,7 +1,7 @@
 """Recorded pairs with `--kernels pallas`, interpreted: the same tokens and the same acceptance as the reference's.
 
 In a process of its own, compiled without optimisation: interpreted kernels are large programs.  Two pairs are for every
-day (DFlash 2; windows both ways); the others take minutes and have been run by `benchmarks/check_pairs.py`, too.
+day (DFlash 2; windows both ways); the others take minutes together and run with `-m soak`.
 """
 
 from __future__ import annotations
