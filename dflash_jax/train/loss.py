@@ -14,7 +14,7 @@ from dflash_jax.config import DraftConfig
 from dflash_jax.errors import UserError
 from dflash_jax.models import head_weight
 from dflash_jax.models.dflash import pair_scores
-from dflash_jax.ops import dot
+from dflash_jax.ops import Turned, dot
 from dflash_jax.ops.reference.numerics import precision
 from dflash_jax.params import Params
 from dflash_jax.train.blocks import Blocks
@@ -115,7 +115,7 @@ def score_blocks(
         parts = x.reshape(a // at_once, s, at_once, b - 1, *x.shape[2:])
         return jnp.moveaxis(parts, 0, 1).reshape(s, a, b - 1, *x.shape[2:])
 
-    weight = jax.lax.stop_gradient(head_weight(target))
+    weight = _head_of(target)
     labels, previous = blocks.labels[:, :, 1:], blocks.labels[:, :, :-1]
     rows = Rows(split(hidden[:, :, 1:]), split(labels), None if teacher is None else split(_asked(teacher, blocks)))
     best = config.selector.top_k if config.selector else 1
@@ -124,6 +124,12 @@ def score_blocks(
     if config.selector is None:
         return Scored(ce, jnp.zeros_like(ce), tokens[..., 0] == labels)
     return Scored(ce, *_selector_ce(params["selector"], head, weight, hidden[:, :, 1:], tokens, labels, previous))
+
+
+def _head_of(target: Params) -> Array:
+    """The head [V, H], constant."""
+    head = head_weight(target)
+    return jax.lax.stop_gradient(head.array if isinstance(head, Turned) else head)
 
 
 def _asked(teacher: Array, blocks: Blocks) -> Array:

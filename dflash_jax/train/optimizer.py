@@ -2,15 +2,15 @@
 
 from __future__ import annotations
 
-from typing import Any, Protocol
+from typing import Any
 
 import jax
 import optax
 from optax import contrib
 
 from dflash_jax.params import Params
+from dflash_jax.train.config import TrainConfig
 
-OPTIMIZERS = ("adamw", "muon")
 _LIKE_ADAM = 0.2  # root mean square of Muon's updates, so that AdamW's learning rates serve (arXiv:2502.16982)
 # Axes that a product sums over and that it gives, by the names of `draft_specs`; others are separate matrices.
 _MATRICES = {
@@ -19,25 +19,13 @@ _MATRICES = {
 }  # fmt: skip
 
 
-class Plan(Protocol):
-    """What of a training configuration the optimiser is made of."""
-
-    steps: int
-    learning_rate: float
-    warmup: float
-    clip: float
-    weight_decay: float
-    betas: tuple[float, float]
-    optimizer: str
-
-
-def schedule(config: Plan) -> optax.Schedule:
+def schedule(config: TrainConfig) -> optax.Schedule:
     """Learning rate by step."""
     rise = max(1, round(config.warmup * config.steps))
     return optax.warmup_cosine_decay_schedule(0.0, config.learning_rate, rise, max(config.steps, rise + 1))
 
 
-def make_optimizer(config: Plan) -> optax.GradientTransformation:
+def make_optimizer(config: TrainConfig) -> optax.GradientTransformation:
     """Clipping, then AdamW, or Muon for the layers' matrices and AdamW for the rest; decay of matrices only."""
     (b1, b2), rate, decay = config.betas, schedule(config), config.weight_decay
     if config.optimizer == "muon":

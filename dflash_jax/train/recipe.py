@@ -10,10 +10,10 @@ from typing import Any, TypeVar
 
 from dflash_jax.config import DraftConfig, TargetConfig
 from dflash_jax.errors import UserError
+from dflash_jax.train.config import TrainConfig
 from dflash_jax.train.data import DataConfig
 from dflash_jax.train.export import draft_json
 from dflash_jax.train.loss import LossConfig
-from dflash_jax.train.step import TrainConfig
 
 T = TypeVar("T")
 STARTS = ("random", "target")

@@ -14,45 +14,17 @@ import optax
 from jax import Array
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
-from dflash_jax.config import DraftConfig, TargetConfig
 from dflash_jax.errors import UserError
 from dflash_jax.params import Params
 from dflash_jax.train.blocks import Batch, make_blocks, sample_anchors
+from dflash_jax.train.config import TrainConfig
 from dflash_jax.train.forward import draft_hidden, target_hidden
-from dflash_jax.train.loss import LossConfig, Sums, loss_sums, metrics, score_blocks
-from dflash_jax.train.optimizer import OPTIMIZERS, make_optimizer, schedule
+from dflash_jax.train.loss import Sums, loss_sums, metrics, score_blocks
+from dflash_jax.train.optimizer import make_optimizer, schedule
 
 DATA = "data"
 Anchors = tuple[Array, Array]
 """What `sample_anchors` gives."""
-
-
-@dataclasses.dataclass(frozen=True)
-class TrainConfig:
-    """All that is static in a step.
-
-    anchors: blocks of each sequence in each step; steps: optimiser steps in all, over which the learning rate rises
-    for the share `warmup` and falls to 0 along a cosine; clip: of the global gradient norm; dtype: of all products
-    (masters and optimiser are float32); seed: of the anchors.
-    """
-
-    target: TargetConfig
-    draft: DraftConfig
-    steps: int
-    loss: LossConfig = LossConfig()
-    anchors: int = 64
-    learning_rate: float = 6e-4
-    warmup: float = 0.04
-    clip: float = 1.0
-    weight_decay: float = 0.01
-    betas: tuple[float, float] = (0.9, 0.95)
-    dtype: str = "bfloat16"
-    seed: int = 0
-    optimizer: str = "adamw"
-
-    def __post_init__(self) -> None:
-        if self.optimizer not in OPTIMIZERS:
-            raise UserError(f"optimizer {self.optimizer!r} is not one of {', '.join(OPTIMIZERS)}")
 
 
 @jax.tree_util.register_dataclass
@@ -182,7 +154,7 @@ class Trainer:
 
     def compiled_text(self, state: TrainState, batch: Batch) -> str:
         """What the compiler made of a step, as HLO text."""
-        return self._step.lower(self.target, state, self._dealt(batch, 1)).compile().as_text()
+        return self._step.lower(self.target, state, self._dealt(batch, 1)).compile().as_text() or ""
 
     def held_out(self, params: Params, batch: Batch) -> dict[str, Array]:
         """`metrics` of a batch [S, …] on the host."""

@@ -13,8 +13,9 @@ from steps.lab import light_options
 
 from dflash_jax.params import Params
 from dflash_jax.train.blocks import Batch
+from dflash_jax.train.config import TrainConfig
 from dflash_jax.train.loss import LossConfig
-from dflash_jax.train.step import TrainConfig, Trainer
+from dflash_jax.train.step import Trainer
 
 
 def train_config(name: str, **changes: Any) -> TrainConfig:

@@ -33,7 +33,7 @@ def defined(head: Head, hidden):
     return -(wanted * jax.nn.log_softmax(logits_of(head, hidden))).sum(-1)
 
 
-def found(head: Head, hidden):
+def found(head: Head, hidden: jax.Array) -> tuple[jax.Array, jax.Array]:
     return head_ce(head, WEIGHT, Rows(hidden, LABELS, TEACHER if head.soft else None))
 
 

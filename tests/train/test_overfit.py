@@ -15,10 +15,11 @@ from dflash_jax.config import read_draft
 from dflash_jax.drafters import DFlashDrafter, Weights
 from dflash_jax.models.dflash import with_injection
 from dflash_jax.train.blocks import Batch
+from dflash_jax.train.config import TrainConfig
 from dflash_jax.train.export import draft_json, export_draft
 from dflash_jax.train.init import init_draft
 from dflash_jax.train.loss import LossConfig
-from dflash_jax.train.step import TrainConfig, data_mesh, init_state
+from dflash_jax.train.step import data_mesh, init_state
 from train.lab import trainer_of
 
 NAME, PROMPT, NEW, BLOCK = "x-v2-one-layer", 6, 48, 8

@@ -17,10 +17,11 @@ from dflash_jax.errors import UserError
 from dflash_jax.models.dflash import draft_specs
 from dflash_jax.params import walk
 from dflash_jax.train.blocks import Batch, sample_anchors
+from dflash_jax.train.config import TrainConfig
 from dflash_jax.train.init import init_draft
 from dflash_jax.train.loss import LossConfig
 from dflash_jax.train.optimizer import make_optimizer, schedule
-from dflash_jax.train.step import TrainConfig, data_mesh, init_state, part_sums
+from dflash_jax.train.step import data_mesh, init_state, part_sums
 from train.lab import batches, train_config, trainer_of
 
 V1, V2 = "qwen3-v1", "llama-v2-window"
