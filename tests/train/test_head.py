@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -33,8 +34,9 @@ def defined(head: Head, hidden):
     return -(wanted * jax.nn.log_softmax(logits_of(head, hidden))).sum(-1)
 
 
-def found(head: Head, hidden: jax.Array) -> tuple[jax.Array, jax.Array]:
-    return head_ce(head, WEIGHT, Rows(hidden, LABELS, TEACHER if head.soft else None))
+def found(head: Head, hidden: jax.Array, weight: Any = WEIGHT, teacher: Any = TEACHER) -> tuple[jax.Array, jax.Array]:
+    both: Any = head_ce(head, weight, Rows(hidden, LABELS, teacher if head.soft else None))
+    return both
 
 
 @pytest.mark.parametrize("head", HEADS)
@@ -57,7 +59,7 @@ def test_no_gradient_reaches_head_labels_or_teacher():
     head = Head(1, 1.0, None, 0.5)
 
     def total(weight, teacher):
-        return head_ce(head, weight, Rows(HIDDEN, LABELS, teacher))[0].sum()
+        return found(head, HIDDEN, weight, teacher)[0].sum()
 
     for gradient in jax.grad(total, argnums=(0, 1))(WEIGHT, TEACHER):
         assert not np.asarray(gradient).any()
