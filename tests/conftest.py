@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import collections
 import gc
+import logging
 import os
 import re
 import signal
@@ -104,6 +105,16 @@ def _no_retrace(limit: int = 0, names: Sequence[str] | None = None) -> Iterator[
     if over:
         found = ", ".join(f"{name} {n} time{'s' if n > 1 else ''}" for name, n in sorted(over.items()))
         pytest.fail(f"traced again: {found} (allowed: {limit})")
+
+
+@pytest.fixture(autouse=True)
+def same_log() -> Iterator[None]:
+    """Command lines set the log up for their process; the next test finds it as it was."""
+    log = logging.getLogger("dflash_jax")
+    level, handlers = log.level, log.handlers[:]
+    yield
+    log.setLevel(level)
+    log.handlers[:] = handlers
 
 
 @pytest.fixture

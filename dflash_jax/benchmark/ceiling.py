@@ -128,7 +128,8 @@ def loaded_cost(loaded: Loaded, page: int) -> ModelCost:
 
 
 def _multiplied(params: Params) -> int:
-    return sum(leaf.size for leaf in jax.tree.leaves(params) if leaf.ndim > 1)
+    """Numbers in matrices; of one that stands in two places (a tied head) once."""
+    return sum({id(leaf): leaf.size for leaf in jax.tree.leaves(params) if leaf.ndim > 1}.values())
 
 
 def level_ceiling(

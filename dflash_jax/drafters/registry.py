@@ -24,6 +24,7 @@ from dflash_jax.drafters.protocol import Capabilities, Drafter
 from dflash_jax.errors import UserError
 from dflash_jax.params import Params
 from dflash_jax.weights import TargetCheckpoint, load_draft, open_draft
+from dflash_jax.weights.turned import lies_turned, turn
 
 ENTRY_POINTS = "dflash_jax.drafters"
 _NAME = re.compile(r"[a-z0-9][a-z0-9_-]*")
@@ -169,7 +170,8 @@ def make_dflash(context: DraftContext) -> tuple[Drafter, Params]:
     opened = open_draft(context.argument, context.target)
     drafter = DFlashDrafter(opened.config)
     check_block_size(context.block_size, drafter.max_block, "dflash")  # before weights are read
-    return drafter, load_draft(opened, context.dtype, context.mesh, context.progress, context.weights_cache)
+    params = load_draft(opened, context.dtype, context.mesh, context.progress, context.weights_cache)
+    return drafter, turn(params) if lies_turned(context.mesh, context.dtype) else params
 
 
 def make_ngram(context: DraftContext) -> tuple[Drafter, Params]:

@@ -27,7 +27,7 @@ from dflash_jax.sharding import make_mesh, sharding
 from dflash_jax.state import DecodeState, init_state
 from dflash_jax.steps import StepConfig, Steps
 from dflash_jax.weights import TargetCheckpoint, load_target, open_target
-from dflash_jax.weights.turned import turn
+from dflash_jax.weights.turned import lies_turned, turn
 
 log = logging.getLogger("dflash_jax")
 
@@ -58,8 +58,8 @@ def load(settings: EngineSettings) -> Loaded:
     context = DraftContext("", checkpoint, dtype, mesh, settings.block_size, cache, settings.progress)
     drafter, draft_params = make_drafter("none" if settings.speculation == "never" else settings.draft, context)
     target_params = load_target(checkpoint, dtype, mesh, settings.progress, cache)
-    if platform == "cpu" and dtype == jnp.float32:
-        target_params, draft_params = turn(target_params), turn(draft_params) if draft_params else draft_params
+    if lies_turned(mesh, dtype):
+        target_params = turn(target_params)
     return Loaded(checkpoint, drafter, Weights(target_params, draft_params), dtype, platform, mesh)
 
 

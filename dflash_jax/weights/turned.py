@@ -3,15 +3,22 @@
 from __future__ import annotations
 
 import math
+from typing import Any
 
 import jax
 import jax.numpy as jnp
+from jax.sharding import Mesh
 
 from dflash_jax.ops import Turned
 from dflash_jax.params import Params
 
 # Axes that a product sums over, of the weights that the steps multiply a few rows by.
 SUMMED = {"qkv": 1, "o": 2, "gate_up": 1, "down": 1, "fc": 1, "kernel": 1, "hidden": 1}
+
+
+def lies_turned(mesh: Mesh, dtype: Any) -> bool:
+    """Whether weights on `mesh` are to be turned: float32 on CPU, which alone was measured."""
+    return mesh.devices.flat[0].platform == "cpu" and dtype == jnp.float32
 
 
 def turn(params: Params) -> Params:

@@ -4,11 +4,10 @@ from __future__ import annotations
 
 import io
 import json
-import logging
 import os
 import subprocess
 import sys
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 from typing import IO, Any
@@ -64,7 +63,7 @@ def reuse_models(target: str | None, draft: str | None, *, platform: str | None,
 
 
 @pytest.fixture
-def cli(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> Iterator[Cli]:
+def cli(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> Cli:
     """`cli(*argv, stdin=b"")` runs `main` in this process; stdin=None: it is closed."""
     monkeypatch.setattr(dflash_jax.llm, "LLM", reuse_models)
 
@@ -75,11 +74,7 @@ def cli(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> 
         captured = capsys.readouterr()
         return Result(code, captured.out, captured.err)
 
-    log = logging.getLogger("dflash_jax")
-    level, handlers = log.level, log.handlers[:]
-    yield run
-    log.setLevel(level)
-    log.handlers[:] = handlers
+    return run
 
 
 @pytest.fixture(scope="session")

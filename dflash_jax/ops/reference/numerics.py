@@ -32,6 +32,10 @@ class Turned:
     def nbytes(self) -> int:
         return self.array.nbytes
 
+    @property
+    def size(self) -> int:
+        return self.array.size
+
 
 def dot(x: Array, w: Array | Turned, contract: Sequence[int] = (0,), out: Any = None) -> Array:
     """x [..., H] · w over x's last axis and w's `contract` axis; the result has type `out` (default x.dtype)."""
