@@ -24,7 +24,7 @@ from dflash_jax.drafters.protocol import Capabilities, Drafter
 from dflash_jax.errors import UserError
 from dflash_jax.params import Params
 from dflash_jax.weights import TargetCheckpoint, load_draft, open_draft
-from dflash_jax.weights.turned import lies_turned, turn
+from dflash_jax.weights.turned import lay_out
 
 ENTRY_POINTS = "dflash_jax.drafters"
 _NAME = re.compile(r"[a-z0-9][a-z0-9_-]*")
@@ -171,7 +171,7 @@ def make_dflash(context: DraftContext) -> tuple[Drafter, Params]:
     drafter = DFlashDrafter(opened.config)
     check_block_size(context.block_size, drafter.max_block, "dflash")  # before weights are read
     params = load_draft(opened, context.dtype, context.mesh, context.progress, context.weights_cache)
-    return drafter, turn(params) if lies_turned(context.mesh, context.dtype) else params
+    return drafter, lay_out(params, context.mesh, context.dtype)
 
 
 def make_ngram(context: DraftContext) -> tuple[Drafter, Params]:

@@ -27,7 +27,7 @@ from dflash_jax.sharding import make_mesh, sharding
 from dflash_jax.state import DecodeState, init_state
 from dflash_jax.steps import StepConfig, Steps
 from dflash_jax.weights import TargetCheckpoint, load_target, open_target
-from dflash_jax.weights.turned import lies_turned, turn
+from dflash_jax.weights.turned import lay_out
 
 log = logging.getLogger("dflash_jax")
 
@@ -57,9 +57,7 @@ def load(settings: EngineSettings) -> Loaded:
     cache = Path(settings.weights_cache).expanduser() if settings.weights_cache else None
     context = DraftContext("", checkpoint, dtype, mesh, settings.block_size, cache, settings.progress)
     drafter, draft_params = make_drafter("none" if settings.speculation == "never" else settings.draft, context)
-    target_params = load_target(checkpoint, dtype, mesh, settings.progress, cache)
-    if lies_turned(mesh, dtype):
-        target_params = turn(target_params)
+    target_params = lay_out(load_target(checkpoint, dtype, mesh, settings.progress, cache), mesh, dtype)
     return Loaded(checkpoint, drafter, Weights(target_params, draft_params), dtype, platform, mesh)
 
 
