@@ -1,7 +1,7 @@
 # ruff: noqa: E501 (tables of prose)
 """Writes prompts for a training run: everyday questions, explanations, lists, small code, arithmetic, short writing.
 
-    python configs/train/make_prompts.py --count 120000 --seed 0 > prompts.jsonl
+    python configs/train/make_prompts.py --count 160000 --seed 0 > prompts.jsonl
 
 Each line is {"prompt": …, "category": …}; all differ.  Some are the lines of `prompts/`, as they stand or with a few words
 around them; others are made from the sentence patterns and things below, so the draft meets each pattern with many
@@ -228,16 +228,13 @@ def arithmetic(rng: random.Random) -> str:
     ])  # fmt: skip
 
 
-def _written(name: str) -> list[str]:
-    """The lines of `prompts/NAME.txt`: whole prompts, each of them once as it stands."""
-    return (Path(__file__).parent / "prompts" / f"{name}.txt").read_text(encoding="utf-8").splitlines()
+def _written(category: str) -> list[str]:
+    """The lines of `prompts/CATEGORY….txt`."""
+    files = sorted((Path(__file__).parent / "prompts").glob(f"{category}*.txt"))
+    return [line for file in files for line in file.read_text(encoding="utf-8").splitlines()]
 
 
-WRITTEN = {
-    "questions": ["questions1", "questions2"], "explanations": ["explanations"], "lists": ["lists"], "code": ["code"],
-    "chat": ["chat"],
-}  # fmt: skip
-WRITTEN_PROMPTS = {category: [line for name in names for line in _written(name)] for category, names in WRITTEN.items()}
+WRITTEN = {name: _written(name) for name in ("questions", "explanations", "lists", "code", "chat")}
 PROBLEMS = _written("arithmetic")
 AROUND = {
     "questions": ["Hi! {}", "Hello. {}", "{} Please keep it short.", "{} Answer in one sentence.", "{} Explain briefly.",
@@ -257,7 +254,7 @@ def around(category: str) -> Callable[[random.Random], str]:
     """A prompt that we wrote, in other words around it."""
 
     def make(rng: random.Random) -> str:
-        line = rng.choice(WRITTEN_PROMPTS[category])
+        line = rng.choice(WRITTEN[category])
         return rng.choice(AROUND[category]).format(line, lower=line[0].lower() + line[1:])
 
     return make
@@ -274,26 +271,26 @@ def problem(rng: random.Random) -> str:
 
 
 MAKERS: list[tuple[float, str, Callable[[random.Random], str]]] = [
-    (0.12, "questions", filled(QUESTIONS)),
-    (0.12, "questions", around("questions")),
-    (0.11, "explanations", filled(EXPLANATIONS)),
-    (0.08, "explanations", around("explanations")),
-    (0.09, "lists", filled(LISTS)),
-    (0.07, "lists", around("lists")),
-    (0.08, "code", filled(CODE)),
-    (0.09, "code", around("code")),
-    (0.03, "arithmetic", arithmetic),
-    (0.10, "arithmetic", problem),
-    (0.05, "writing", filled(WRITING)),
-    (0.03, "chat", filled(CHAT)),
-    (0.03, "chat", around("chat")),
+    (0.06, "questions", filled(QUESTIONS)),
+    (0.20, "questions", around("questions")),
+    (0.06, "explanations", filled(EXPLANATIONS)),
+    (0.13, "explanations", around("explanations")),
+    (0.05, "lists", filled(LISTS)),
+    (0.12, "lists", around("lists")),
+    (0.05, "code", filled(CODE)),
+    (0.15, "code", around("code")),
+    (0.02, "arithmetic", arithmetic),
+    (0.12, "arithmetic", problem),
+    (0.03, "writing", filled(WRITING)),
+    (0.02, "chat", filled(CHAT)),
+    (0.02, "chat", around("chat")),
 ]
 
 
 def prompts(count: int, seed: int) -> list[tuple[str, str]]:
     """`count` different (prompt, category), in random order: all that we wrote first, if there is room, and made ones."""
     rng = random.Random(seed)
-    found = {line: category for category, lines in WRITTEN_PROMPTS.items() for line in lines}
+    found = {line: category for category, lines in WRITTEN.items() for line in lines}
     weights = [weight for weight, _, _ in MAKERS]
     while len(found) < count:
         _, category, make = rng.choices(MAKERS, weights)[0]
@@ -312,7 +309,7 @@ def held_back() -> set[str]:
 
 def main() -> None:
     parser = argparse.ArgumentParser(description="Write training prompts as JSON lines.")
-    parser.add_argument("--count", type=int, default=120_000)
+    parser.add_argument("--count", type=int, default=160_000)
     parser.add_argument("--seed", type=int, default=0)
     args = parser.parse_args()
     for prompt, category in prompts(args.count, args.seed):

@@ -60,8 +60,8 @@ def write_data(recipe: Recipe, folder: Path, chats: Chats, part: Part | None = N
     invented = len(data.user_ids) + data.max_user_tokens + len(data.turn_ids)
     longest = max(invented, *(len(p.tokens) for p in given)) if given else invented
     settings = EngineSettings(
-        target_name(recipe), data.draft, max_model_len=longest + data.max_answer_tokens, max_running_requests=data.requests,
-        dtype="auto", progress=True,
+        target_name(recipe), data.draft, max_model_len=longest + data.max_answer_tokens,
+        max_running_requests=data.requests, dtype="auto", progress=True,
     )  # fmt: skip
     write_shards(data, folder / DATA, engine_writer(Engine(settings), data.stop_ids), given, part)
     gc.collect()  # an engine holds itself in cycles, and training needs the memory of its pools
