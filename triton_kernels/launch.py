@@ -12,6 +12,7 @@ import zlib
 from typing import Any
 
 import jax
+import jax.core
 import jax_triton as jt
 from jax_triton import triton_lib
 from jaxlib import gpu_triton
@@ -29,9 +30,7 @@ def launch(
     """`kernel` over `grid` on arrays and then outputs shaped as `out`; options are constants and launch settings."""
     aliases = input_output_aliases or {}
     if not _OLD:
-        return jt.triton_call(
-            *arrays, kernel=kernel, grid=grid, out_type=out, input_output_aliases=aliases, **options
-        )
+        return jt.triton_call(*arrays, kernel=kernel, grid=grid, out_type=out, input_output_aliases=aliases, **options)
     name = kernel.fn.__name__
     call = jax.ffi.ffi_call(CAPTURABLE, out, input_output_aliases=aliases)
     return call(*arrays, name=name, opaque=_opaque(kernel, name, (*arrays, *jax.tree.leaves(out)), grid, **options))
