@@ -14,6 +14,7 @@ from collections.abc import Callable
 from typing import Any
 
 import jax
+from jax import Array
 from jax.sharding import Mesh, PartitionSpec
 
 from dflash_jax.errors import UserError
@@ -33,6 +34,32 @@ REFERENCE: dict[str, Callable[..., Any]] = {
     "head_logits": reference.head_logits,
     "sample_tokens": reference.sample_tokens,
 }
+
+
+def _verify_attention(
+    kernels: Kernels, pool: Array, qkv: Array, q_norm: Array | None, k_norm: Array | None, eps: float, cos: Array,
+    sin: Array, locations: Array, page_table: Array, lengths: Array, *, causal: bool, window: int | None = None,
+) -> tuple[Array, Array]:  # fmt: skip
+    """A target layer's attention from its projection qkv [S, B, G, R+2, D] on: [S, B, N, D], and the pool written."""
+    q, kv, pool = kernels.cache_write(pool, qkv, q_norm, k_norm, eps, cos, sin, locations)
+    return kernels.block_attention(q, kv, pool, page_table, lengths, causal=causal, window=window), pool
+
+
+def _draft_attention(
+    kernels: Kernels, pool: Array, qkv: Array, q_norm: Array | None, k_norm: Array | None, eps: float, cos: Array,
+    sin: Array, page_table: Array, lengths: Array, *, causal: bool, window: int | None = None,
+) -> Array:  # fmt: skip
+    """The same for a draft layer, whose keys and values are scratch: the pool is only read."""
+    q, kv = reference.norm_rope(qkv, q_norm, k_norm, eps, cos, sin)
+    return kernels.block_attention(q, kv, pool, page_table, lengths, causal=causal, window=window)
+
+
+# Ops that are several in a row.  A backend may have one kernel for all of it; elsewhere they are what these say.
+COMPOSED: dict[str, Callable[..., Any]] = {
+    "verify_attention": _verify_attention,
+    "draft_attention": _draft_attention,
+}
+OPS = (*REFERENCE, *COMPOSED)
 PLATFORMS = {"triton": "gpu", "pallas": "tpu"}  # where a backend's kernels run
 INTERPRETED = {"pallas": "cpu"}  # where they are interpreted instead, if asked for: to test them, not to serve
 PACKAGES = {"triton": "jax_triton", "pallas": "jax"}  # what they need
@@ -44,6 +71,8 @@ HEAD_AXES: dict[str, tuple[tuple[int | str | None, ...], tuple[int, ...]]] = {
     "block_attention": ((2, 3, 2, None, None), (2,)),
     "prefill_attention": ((2, 3, 2, None, None), (2,)),
     "cache_write": ((2, 2, None, None, STATIC, None, None, None), (2, 3, 2)),
+    "verify_attention": ((2, 2, None, None, STATIC, None, None, None, None, None), (2, 2)),
+    "draft_attention": ((2, 2, None, None, STATIC, None, None, None, None), (2,)),
     "kv_inject": ((2, None, 3, 2, None, STATIC, None, None, None), (2,)),
 }
 
@@ -63,10 +92,10 @@ class Kernels:
 
     def __getattr__(self, op: str) -> Callable[..., Any]:
         """`kernels.block_attention(…)` calls this backend's implementation of the op."""
-        if op not in REFERENCE:
-            raise AttributeError(f"{op} is not an op (ops: {', '.join(REFERENCE)})")
+        if op not in OPS:
+            raise AttributeError(f"{op} is not an op (ops: {', '.join(OPS)})")
         if self.backend == "xla" or op not in kernel_names(self.backend):
-            return REFERENCE[op]
+            return functools.partial(COMPOSED[op], self) if op in COMPOSED else REFERENCE[op]
         return _kernel(self.backend, op, self.interpret, self.mesh)
 
 
@@ -176,5 +205,5 @@ def _automatic(platform: str) -> Kernels:
 
 
 def _described(backend: str) -> str:
-    own = [op for op in REFERENCE if backend != "xla" and op in kernel_names(backend)]
+    own = [op for op in OPS if backend != "xla" and op in kernel_names(backend)]
     return f"{backend} for {', '.join(own)}, xla for the other ops" if own else backend
