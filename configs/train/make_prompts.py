@@ -1,7 +1,7 @@
 # ruff: noqa: E501 (tables of prose)
 """Writes prompts for a training run: everyday questions, explanations, lists, small code, arithmetic, short writing.
 
-    python configs/train/make_prompts.py --count 160000 --seed 0 > prompts.jsonl
+    python configs/train/make_prompts.py --count 80000 --seed 0 > prompts.jsonl
 
 Each line is {"prompt": …, "category": …}; all differ.  Some are the lines of `prompts/`, as they stand or with a few words
 around them; others are made from the sentence patterns and things below, so the draft meets each pattern with many
@@ -309,7 +309,7 @@ def held_back() -> set[str]:
 
 def main() -> None:
     parser = argparse.ArgumentParser(description="Write training prompts as JSON lines.")
-    parser.add_argument("--count", type=int, default=160_000)
+    parser.add_argument("--count", type=int, default=80_000)
     parser.add_argument("--seed", type=int, default=0)
     args = parser.parse_args()
     for prompt, category in prompts(args.count, args.seed):
