@@ -6,6 +6,7 @@ import dataclasses
 import functools
 import json
 
+import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
@@ -15,7 +16,7 @@ from dflash_jax.drafters import DFlashDrafter, Weights
 from dflash_jax.layers import rms_norm, rope_tables
 from dflash_jax.models import FAMILIES, Rows, embed, head_weight
 from dflash_jax.models.dflash import convolve, draft_rows, fuse_context, inject_context, select_candidates
-from dflash_jax.ops import XLA
+from dflash_jax.ops import XLA, apply_rope
 from models import goldens
 from models.goldens import DATA, PAIRS, Pair
 
@@ -200,3 +201,16 @@ def test_positions_far_past_the_drafts_maximum():
     angle = positions[:, None] * 1e4 ** -(np.arange(0, 16, 2) / 16)
     np.testing.assert_allclose(cos, np.cos(angle), atol=1e-3)
     np.testing.assert_allclose(sin, np.sin(angle), atol=1e-3)
+
+
+def test_tables_are_computed_once_for_all_layers():
+    """XLA on CPU would fuse their cosines into every layer."""
+    rope = draft_with(rope_theta=1e4).rope
+
+    def layers(x, positions):
+        for _ in range(3):
+            x = jnp.sort(apply_rope(x, *rope_tables(rope, 16, positions)), axis=1)
+        return x
+
+    text = jax.jit(layers).lower(jnp.zeros((1, 8, 3, 16)), jnp.arange(8)[None]).compile().as_text() or ""
+    assert text.count(" cosine(") == 1

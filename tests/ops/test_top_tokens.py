@@ -40,3 +40,16 @@ def test_no_whole_vocabulary_is_sorted():
     text = jax.jit(best).lower(jnp.zeros((7, 16)), jnp.zeros((16, SIZE))).compile().as_text() or ""
     sorted_shapes = [line for line in text.splitlines() if " sort(" in line or "TopK" in line]
     assert not [line for line in sorted_shapes if f",{SIZE}]" in line]
+
+
+def test_groups_are_not_sorted_where_each_row_is_used_on_its_own():
+    """As a selector walks from row to row."""
+
+    def walk(x, table):
+        (best, at), score = top_tokens(x, 8), 0.0
+        for k in range(x.shape[1]):
+            score = (best[:, k] + table[at[:, k]] * score).max()
+        return score
+
+    text = jax.jit(walk).lower(jnp.zeros((1, 7, SIZE)), jnp.zeros(SIZE)).compile().as_text() or ""
+    assert not [line for line in text.splitlines() if " sort(" in line and f",{8 * GROUP}]" in line]

@@ -52,3 +52,13 @@ def test_the_compiler_keeps_the_product_turned():
     text = jax.jit(dot).lower(x, w).compile().as_text() or ""
     assert "f32[96,8]{1,0} dot(" in text
     assert "f32[64,96]" not in text
+
+
+@pytest.mark.parametrize(("rows", "multiplied"), [(1, 1), (4, 4), (5, 8), (7, 8), (8, 8), (9, 16), (16, 16), (17, 17)])
+def test_products_of_slow_row_counts_are_filled_up(rows, multiplied):
+    """Seven rows take the CPU longer than eight; those that were filled in are not in the result."""
+    x = jnp.asarray(rng.standard_normal((rows, 64)), jnp.float32)
+    plain = jnp.asarray(rng.standard_normal((64, 96)), jnp.float32)
+    w = turn({"down": plain})["down"]
+    np.testing.assert_allclose(dot(x, w), dot(x, plain), rtol=1e-5, atol=1e-5)
+    assert f"tensor<96x{multiplied}xf32>" in jax.jit(dot).lower(x, w).as_text()

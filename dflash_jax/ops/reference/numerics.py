@@ -48,11 +48,20 @@ def dot(x: Array, w: Array | Turned, contract: Sequence[int] = (0,), out: Any = 
 
 def _turned_dot(x: Array, w: Array, dtype: Any) -> Array:
     """w [N…, K] · xᵀ, turned back.  Without the barrier XLA would make the ordinary product of it again."""
-    k, dims = x.shape[-1], (((1,), (1,)), ((), ()))
+    rows, dims = x.reshape(-1, x.shape[-1]), (((1,), (1,)), ((), ()))
+    filled = jnp.pad(rows, ((0, _fast_rows(len(rows)) - len(rows)), (0, 0)))
     y = jax.lax.dot_general(
-        w.reshape(-1, k), x.reshape(-1, k), dims, precision=precision(x.dtype), preferred_element_type=dtype
+        w.reshape(-1, w.shape[-1]), filled, dims, precision=precision(x.dtype), preferred_element_type=dtype
     )
-    return jax.lax.optimization_barrier(y).T.reshape(*x.shape[:-1], *w.shape[:-1])
+    return jax.lax.optimization_barrier(y)[:, : len(rows)].T.reshape(*x.shape[:-1], *w.shape[:-1])
+
+
+def _fast_rows(rows: int) -> int:
+    """As how many rows a turned product takes `rows` fastest: 8 for 5, 6 and 7, 16 for 9 … 15.
+
+    12 against 14 ms and 14 against 19 for 8 of SmolLM2's layers (2 cores, jax 0.10.2).
+    """
+    return rows if rows <= 4 or rows > 16 else -(-rows // 8) * 8
 
 
 def flat_inputs(w: Array | Turned, axes: int) -> Array | Turned:
