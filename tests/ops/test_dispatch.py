@@ -74,7 +74,7 @@ def test_what_cannot_be_had_is_refused(with_jax_triton: bool, choice: str, platf
 
 
 def test_an_op_without_a_kernel_is_the_reference_s():
-    assert Kernels("triton").accept_bonus is reference.accept_bonus
+    assert Kernels("triton").head_logits is reference.head_logits
     assert Kernels("xla").block_attention is reference.paged_attention
     with pytest.raises(AttributeError, match="matmul is not an op"):
         _ = Kernels().matmul
