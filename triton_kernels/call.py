@@ -2,17 +2,20 @@
 
 from __future__ import annotations
 
+import dataclasses
 from typing import Any
 
 import jax.numpy as jnp
 from jax import Array, ShapeDtypeStruct
 
-from .attention import attend, combine
+from .attention import attend, attend_projected, combine
 from .heads import best_of_tiles, first_best
 from .launch import launch
 from .rounds import accept_block, place_block
-from .tiles import attention_tiles, head_tiles, power_of_two
+from .tiles import Tiles, attention_tiles, head_tiles, power_of_two
 from .writing import inject_write, norm_rope_write
+
+MOST_TILES = 4  # of a request's rows: each norms and turns the block's keys anew
 
 
 def paged_attention(
@@ -23,29 +26,109 @@ def paged_attention(
     q [S, B, N, D]; kv [S, B, 2, G, D]; pool [P, 2, G, C, D]; page_table int32 [S, W]; lengths int32 [S]; [S, B, N, D].
     """
     s, b, n, d = q.shape
-    g, size, width = pool.shape[2], pool.shape[3], page_table.shape[1]
-    exact = q.dtype == jnp.float32
-    tiles = attention_tiles(s, b, g, n // g, width * size, exact)
-    row_tiles = -(-b * (n // g) // tiles.rows)
-    parts = (s * g, row_tiles, tiles.shares) if tiles.shares > 1 else (1, 1, 1)
-    shapes: Any = (
-        ShapeDtypeStruct(q.shape, q.dtype),
-        ShapeDtypeStruct((*parts, tiles.rows, d) if tiles.shares > 1 else (1,), jnp.float32),
-        ShapeDtypeStruct((*parts, 2, tiles.rows) if tiles.shares > 1 else (1,), jnp.float32),
-    )
-    out, part, stats = launch(
-        attend, q, kv, pool, page_table, lengths, out=shapes, grid=(s * g, row_tiles, tiles.shares),
-        num_warps=tiles.warps, num_stages=tiles.stages,
-        scale=d**-0.5, B=b, W=width, G=g, R=n // g, C=size, D=d, BD=power_of_two(d), M=tiles.rows, T=tiles.tokens,
-        BT=tiles.own_tokens, SHARES=tiles.shares, CAUSAL=causal, WINDOW=window or 0, IEEE=exact,
+    call = _Attention.of(pool, page_table, (s, b, n, d), q.dtype, causal, window)
+    out, part, stats = call.launch(attend, q, kv, pool, page_table, lengths, out=call.outputs)
+    return call.combined(out, part, stats)
+
+
+def projected_attention(
+    pool: Array,
+    qkv: Array,
+    q_norm: Array | None,
+    k_norm: Array | None,
+    eps: float,
+    cos: Array,
+    sin: Array,
+    locations: Array | None,
+    page_table: Array,
+    lengths: Array,
+    *,
+    causal: bool,
+    window: int | None,
+) -> tuple[Array, Array]:
+    """`cache_write` and `paged_attention` in one: [S, B, N, D] of qkv [S, B, G, R + 2, D], and the pool in place.
+
+    locations None: the pool is only read.
+    """
+    call = _Attention.of_projection(pool, page_table, qkv, causal, window)
+    norms = (qkv, qkv) if q_norm is None or k_norm is None else (q_norm, k_norm)  # a pointer must be given
+    write = locations is not None
+    written = ShapeDtypeStruct(pool.shape if write else (1,), pool.dtype)
+    out, part, stats, new = call.launch(
+        attend_projected, qkv, *norms, cos, sin, locations if write else lengths, pool, page_table, lengths,
+        out=(*call.outputs, written), input_output_aliases={6: 3} if write else {},
+        eps=eps, NORM=q_norm is not None, WRITE=write,
     )  # fmt: skip
-    if tiles.shares == 1:
-        return out
-    lanes = min(16, tiles.rows)
-    return launch(
-        combine, part, stats, out=shapes[0], grid=(s * g, row_tiles, tiles.rows // lanes), num_warps=4,
-        B=b, G=g, R=n // g, D=d, BD=power_of_two(d), M=tiles.rows, SHARES=tiles.shares, LANES=lanes,
-    )  # fmt: skip
+    return call.combined(out, part, stats), new if write else pool
+
+
+def can_write_projected(pool: Array, qkv: Array, page_table: Array, window: int | None) -> bool:
+    """Can `projected_attention` write these rows, and is it worth it?  One tile of them must see all of the block."""
+    tiles = _Attention.of_projection(pool, page_table, qkv, True, window).row_tiles
+    return tiles == 1 or (tiles <= MOST_TILES and window is None)
+
+
+@dataclasses.dataclass(frozen=True)
+class _Attention:
+    """How attention of q [S, B, N, D] is cut and launched."""
+
+    shape: tuple[int, ...]
+    dtype: Any
+    tiles: Tiles
+    kv_heads: int
+    constants: dict[str, Any]
+
+    @classmethod
+    def of(
+        cls, pool: Array, page_table: Array, shape: tuple[int, ...], dtype: Any, causal: bool, window: int | None
+    ) -> _Attention:
+        s, b, n, d = shape
+        g, size, width, exact = pool.shape[2], pool.shape[3], page_table.shape[1], dtype == jnp.float32
+        tiles = attention_tiles(s, b, g, n // g, width * size, exact)
+        constants = {
+            "scale": d**-0.5, "B": b, "W": width, "G": g, "R": n // g, "C": size, "D": d, "BD": power_of_two(d),
+            "M": tiles.rows, "T": tiles.tokens, "BT": tiles.own_tokens, "SHARES": tiles.shares, "CAUSAL": causal,
+            "WINDOW": window or 0, "IEEE": exact,
+        }  # fmt: skip
+        return cls(shape, dtype, tiles, g, constants)
+
+    @classmethod
+    def of_projection(cls, pool: Array, page_table: Array, qkv: Array, causal: bool, window: int | None) -> _Attention:
+        s, b, g, r2, d = qkv.shape
+        return cls.of(pool, page_table, (s, b, g * (r2 - 2), d), qkv.dtype, causal, window)
+
+    @property
+    def row_tiles(self) -> int:
+        return -(-self.shape[1] * self.constants["R"] // self.tiles.rows)
+
+    @property
+    def outputs(self) -> Any:
+        """out, and parts and stats where there are several shares."""
+        d, tiles = self.shape[3], self.tiles
+        parts = (self.shape[0] * self.kv_heads, self.row_tiles, tiles.shares)
+        part, stats = ((*parts, tiles.rows, d), (*parts, 2, tiles.rows)) if tiles.shares > 1 else ((1,), (1,))
+        return (
+            ShapeDtypeStruct(self.shape, self.dtype), ShapeDtypeStruct(part, jnp.float32),
+            ShapeDtypeStruct(stats, jnp.float32),
+        )  # fmt: skip
+
+    def launch(self, kernel: Any, *arrays: Array, out: Any, **options: Any) -> Any:
+        grid = (self.shape[0] * self.kv_heads, self.row_tiles, self.tiles.shares)
+        return launch(
+            kernel, *arrays, out=out, grid=grid, num_warps=self.tiles.warps, num_stages=self.tiles.stages,
+            **self.constants, **options,
+        )  # fmt: skip
+
+    def combined(self, out: Array, part: Array, stats: Array) -> Array:
+        if self.tiles.shares == 1:
+            return out
+        c, rows = self.constants, self.tiles.rows
+        lanes = min(16, rows)
+        return launch(
+            combine, part, stats, out=self.outputs[0],
+            grid=(self.shape[0] * self.kv_heads, self.row_tiles, rows // lanes), num_warps=4,
+            **{name: c[name] for name in ("B", "G", "R", "D", "BD", "M", "SHARES")}, LANES=lanes,
+        )  # fmt: skip
 
 
 def cache_write(

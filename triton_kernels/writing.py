@@ -19,6 +19,31 @@ def _normed(first, second, weights_ref, half, inside, eps, D: tl.constexpr, dtyp
 
 
 @triton.jit
+def turned(
+    x_ref, norm_ref, cos_ref, sin_ref, base, angle, d, ok, eps, D: tl.constexpr, NORM: tl.constexpr, AXIS: tl.constexpr
+):
+    """Vectors of D numbers along AXIS of a tile, normed if NORM and rotated: float32.
+
+    base and angle (of cos and sin float32 [..., D/2]) say where each vector begins, d counts along it; `ok`: where the
+    tile holds any.  A number's partner, half a vector away, is loaded beside it.
+    """
+    half = D // 2
+    other = tl.where(d < half, d + half, d - half)
+    x = tl.load(x_ref + base + d, mask=ok, other=0.0).to(tl.float32)
+    y = tl.load(x_ref + base + other, mask=ok, other=0.0).to(tl.float32)
+    if NORM:
+        dtype = x_ref.dtype.element_ty
+        scale = tl.expand_dims(tl.math.rsqrt(tl.sum(x * x, axis=AXIS) / D + eps), AXIS)
+        w = tl.load(norm_ref + d, mask=d < D, other=0.0).to(tl.float32)
+        v = tl.load(norm_ref + other, mask=d < D, other=0.0).to(tl.float32)
+        x = ((x * scale).to(dtype).to(tl.float32) * w).to(dtype).to(tl.float32)
+        y = ((y * scale).to(dtype).to(tl.float32) * v).to(dtype).to(tl.float32)
+    cos = tl.load(cos_ref + angle + d % half, mask=ok, other=0.0)
+    sin = tl.load(sin_ref + angle + d % half, mask=ok, other=0.0)
+    return tl.where(d < half, x * cos - y * sin, x * cos + y * sin)
+
+
+@triton.jit
 def norm_rope_write(
     pool_in_ref, qkv_ref, q_norm_ref, k_norm_ref, cos_ref, sin_ref, locations_ref, q_ref, kv_ref, pool_ref,
     eps: tl.constexpr, G: tl.constexpr, R: tl.constexpr, RP: tl.constexpr, C: tl.constexpr, D: tl.constexpr,

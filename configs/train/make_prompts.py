@@ -1,11 +1,11 @@
 # ruff: noqa: E501 (tables of prose)
 """Writes prompts for a training run: everyday questions, explanations, lists, small code, arithmetic, short writing.
 
-    python configs/train/make_prompts.py --count 60000 --seed 0 > prompts.jsonl
+    python configs/train/make_prompts.py --count 80000 --seed 0 > prompts.jsonl
 
-Each line is {"prompt": …, "category": …}; all differ.  They are made from the sentence patterns and things below, so the
-draft meets each pattern with many contents and each thing in many patterns.  None of them stands in the evaluation
-prompts beside this file.
+Each line is {"prompt": …, "category": …}; all differ.  Some are the lines of `prompts/`, as they stand or with a few words
+around them; others are made from the sentence patterns and things below, so the draft meets each pattern with many
+contents and each thing in many patterns.  None of them stands in the evaluation prompts beside this file.
 """
 
 from __future__ import annotations
@@ -15,6 +15,7 @@ import json
 import random
 import sys
 from collections.abc import Callable
+from pathlib import Path
 
 SUBJECTS = """
 photosynthesis; gravity; the water cycle; plate tectonics; volcanoes; earthquakes; black holes; the solar system;
@@ -227,31 +228,88 @@ def arithmetic(rng: random.Random) -> str:
     ])  # fmt: skip
 
 
-CATEGORIES: dict[str, tuple[float, Callable[[random.Random], str]]] = {
-    "questions": (0.25, filled(QUESTIONS)),
-    "explanations": (0.2, filled(EXPLANATIONS)),
-    "lists": (0.15, filled(LISTS)),
-    "code": (0.1, filled(CODE)),
-    "arithmetic": (0.12, arithmetic),
-    "writing": (0.1, filled(WRITING)),
-    "chat": (0.08, filled(CHAT)),
-}
+def _written(category: str) -> list[str]:
+    """The lines of `prompts/CATEGORY….txt`."""
+    files = sorted((Path(__file__).parent / "prompts").glob(f"{category}*.txt"))
+    return [line for file in files for line in file.read_text(encoding="utf-8").splitlines()]
+
+
+WRITTEN = {name: _written(name) for name in ("questions", "explanations", "lists", "code", "chat")}
+PROBLEMS = _written("arithmetic")
+AROUND = {
+    "questions": ["Hi! {}", "Hello. {}", "{} Please keep it short.", "{} Answer in one sentence.", "{} Explain briefly.",
+                  "I was wondering: {}", "Quick question: {}", "{} Give an example.", "Please answer: {}", "{} Thanks!",
+                  "Tell me, {lower}", "{} I am curious.", "{} Explain it to a child.", "My son asked me: {}"],
+    "explanations": ["Please {lower}", "Hi! {}", "{} Keep it short.", "{} Use simple words.", "{} Give an example.",
+                     "Could you {lower}", "{} Use two paragraphs.", "{} I am a beginner.", "I'd like you to {lower}"],
+    "lists": ["Please {lower}", "Hi! {}", "{} Keep it short.", "{} Explain each one briefly.", "Could you {lower}",
+              "{} Use bullet points.", "{} Number them.", "{} Only the names, please.", "I need help: {lower}"],
+    "code": ["Please {lower}", "Hi! {}", "{} Add comments.", "{} Explain the code.", "{} Keep it simple.",
+             "{} Show an example of its use.", "Could you {lower}", "{} I am a beginner.", "{} Only the code, please."],
+    "chat": ["Please {lower}", "Hi! {}", "{} Keep it short.", "{} Thank you!", "Could you {lower}", "Hello! {}"],
+}  # fmt: skip
+
+
+def around(category: str) -> Callable[[random.Random], str]:
+    """A prompt that we wrote, in other words around it."""
+
+    def make(rng: random.Random) -> str:
+        line = rng.choice(WRITTEN[category])
+        return rng.choice(AROUND[category]).format(line, lower=line[0].lower() + line[1:])
+
+    return make
+
+
+def problem(rng: random.Random) -> str:
+    """An arithmetic problem with numbers, names and things in its gaps."""
+    a, b, c, d = rng.randint(2, 99), rng.randint(2, 99), rng.randint(2, 12), rng.randint(2, 12)
+    who, other = rng.sample(PEOPLE, 2)
+    return rng.choice(PROBLEMS).format(
+        a=a, b=b, c=c, d=d, ac=a * c, ab=a + b, h=10 * rng.randint(1, 99), p=5 * rng.randint(1, 19), who=who,
+        other=other, good=rng.choice(GOODS), op=rng.choice("+-*/"),
+    )  # fmt: skip
+
+
+MAKERS: list[tuple[float, str, Callable[[random.Random], str]]] = [
+    (0.06, "questions", filled(QUESTIONS)),
+    (0.20, "questions", around("questions")),
+    (0.06, "explanations", filled(EXPLANATIONS)),
+    (0.13, "explanations", around("explanations")),
+    (0.05, "lists", filled(LISTS)),
+    (0.12, "lists", around("lists")),
+    (0.05, "code", filled(CODE)),
+    (0.15, "code", around("code")),
+    (0.02, "arithmetic", arithmetic),
+    (0.12, "arithmetic", problem),
+    (0.03, "writing", filled(WRITING)),
+    (0.02, "chat", filled(CHAT)),
+    (0.02, "chat", around("chat")),
+]
 
 
 def prompts(count: int, seed: int) -> list[tuple[str, str]]:
-    """`count` different (prompt, category)."""
+    """`count` different (prompt, category), in random order: all that we wrote first, if there is room, and made ones."""
     rng = random.Random(seed)
-    names, weights = list(CATEGORIES), [weight for weight, _ in CATEGORIES.values()]
-    found: dict[str, str] = {}
+    found = {line: category for category, lines in WRITTEN.items() for line in lines}
+    weights = [weight for weight, _, _ in MAKERS]
     while len(found) < count:
-        name = rng.choices(names, weights)[0]
-        found.setdefault(CATEGORIES[name][1](rng), name)
-    return list(found.items())
+        _, category, make = rng.choices(MAKERS, weights)[0]
+        found.setdefault(make(rng), category)
+    known = held_back()
+    mixed = [(prompt, category) for prompt, category in found.items() if prompt not in known]
+    rng.shuffle(mixed)
+    return mixed[:count]
+
+
+def held_back() -> set[str]:
+    """The evaluation prompts, which must not be learnt from."""
+    lines = (Path(__file__).parent / "eval_prompts.jsonl").read_text(encoding="utf-8").splitlines()
+    return {json.loads(line)["prompt"] for line in lines}
 
 
 def main() -> None:
     parser = argparse.ArgumentParser(description="Write training prompts as JSON lines.")
-    parser.add_argument("--count", type=int, default=60_000)
+    parser.add_argument("--count", type=int, default=80_000)
     parser.add_argument("--seed", type=int, default=0)
     args = parser.parse_args()
     for prompt, category in prompts(args.count, args.seed):

@@ -16,9 +16,9 @@ from dflash_jax.ops.shapes import DRAFT, PREFILL, VERIFY, Shape
 
 EPS, MASK_ID, STOP_IDS = 1e-6, 5, 16
 OPS = {
-    VERIFY: ("prepare_block", "cache_write", "block_attention", "head_logits", "sample_tokens", "accept_bonus",
-             "kv_inject"),
-    DRAFT: ("block_attention", "argmax_head"),
+    VERIFY: ("prepare_block", "cache_write", "block_attention", "verify_attention", "head_logits", "sample_tokens",
+             "accept_bonus", "kv_inject"),
+    DRAFT: ("block_attention", "draft_attention", "argmax_head"),
     PREFILL: ("cache_write", "prefill_attention", "kv_inject"),
 }  # fmt: skip
 
@@ -42,10 +42,14 @@ class OpCase:
     def launcher(self, kernels: Kernels) -> Callable[[], Any]:
         """A function that launches the op once; pools are donated and handed on."""
         op = functools.partial(getattr(kernels, self.op), **self.options)
+        first = 0 if self.pools is None else 1
+        # Numbers are constants of a kernel: they must not become arrays.
+        static = [i for i, value in enumerate(self.arguments, first) if isinstance(value, float)]
         if self.pools is None:
-            compiled = jax.jit(op)
+            compiled = jax.jit(op, static_argnums=static)
             return lambda: compiled(*self.arguments)
-        compiled, pools = jax.jit(op, donate_argnums=0), jax.tree.map(jnp.copy, self.pools)
+        compiled = jax.jit(op, static_argnums=static, donate_argnums=0)
+        pools = jax.tree.map(jnp.copy, self.pools)
 
         def launch() -> Any:
             nonlocal pools
@@ -112,14 +116,20 @@ def size_of(*arrays: Any) -> int:
 # -- ops ---------------------------------------------------------------------------------------------------------------
 
 
-def _attention(op: str, shape: Shape, draw: Draw) -> OpCase:
+def _committed_and_flops(shape: Shape) -> tuple[int, int]:
+    """Numbers of the pool that attention must read, and its multiplications and additions."""
     model, seen = shape.model, [min(n, shape.window or n) for n in shape.lengths()]
+    flops = 4 * shape.rows * model.heads * model.head_dim * sum(n + shape.rows for n in seen)
+    return sum(seen) * 2 * model.kv_heads * model.head_dim, flops
+
+
+def _attention(op: str, shape: Shape, draw: Draw) -> OpCase:
+    model, (committed, flops) = shape.model, _committed_and_flops(shape)
     q = draw.normal(shape.requests, shape.rows, model.heads, model.head_dim)
     kv = draw.normal(shape.requests, shape.rows, 2, model.kv_heads, model.head_dim)
-    committed = sum(seen) * 2 * model.kv_heads * model.head_dim * q.dtype.itemsize
-    flops = 4 * shape.rows * model.heads * model.head_dim * sum(n + shape.rows for n in seen)
+    moved_bytes = committed * q.dtype.itemsize + 2 * q.nbytes + kv.nbytes
     return OpCase(
-        op, (q, kv, pool(shape, draw), page_table(shape), lengths(shape)), committed + 2 * q.nbytes + kv.nbytes, flops,
+        op, (q, kv, pool(shape, draw), page_table(shape), lengths(shape)), moved_bytes, flops,
         {"causal": shape.causal, "window": shape.window},
     )  # fmt: skip
 
@@ -132,12 +142,41 @@ def prefill_attention(shape: Shape, draw: Draw) -> OpCase:
     return _attention("prefill_attention", shape, draw)
 
 
-def cache_write(shape: Shape, draw: Draw) -> OpCase:
+def _projected(shape: Shape, draw: Draw, norm: bool) -> tuple[Any, ...]:
+    """A fused projection, norms, eps and rotation."""
     model = shape.model
     qkv = draw.normal(shape.requests, shape.rows, model.kv_heads, model.group + 2, model.head_dim)
-    norms = [draw.normal(model.head_dim) if model.qk_norm else None] * 2
+    return qkv, *[draw.normal(model.head_dim) if norm else None] * 2, EPS, *tables(shape)
+
+
+def verify_attention(shape: Shape, draw: Draw) -> OpCase:
+    """From the projection on: rows in, attended rows out, and keys and values to their pages."""
+    projected, (committed, flops) = _projected(shape, draw, shape.model.qk_norm), _committed_and_flops(shape)
+    qkv = projected[0]  # as large as what is written: attended rows, keys and values
+    return OpCase(
+        "verify_attention", (*projected, locations(shape), page_table(shape), lengths(shape)),
+        committed * qkv.dtype.itemsize + 2 * qkv.nbytes, flops, {"causal": shape.causal, "window": shape.window},
+        pools=pool(shape, draw), take=lambda result: result[1],
+    )  # fmt: skip
+
+
+def draft_attention(shape: Shape, draw: Draw) -> OpCase:
+    """The same without the write."""
+    model, projected, (committed, flops) = shape.model, _projected(shape, draw, True), _committed_and_flops(shape)
+    qkv = projected[0]
+    attended = qkv.nbytes * model.group // (model.group + 2)
+    return OpCase(
+        "draft_attention", (pool(shape, draw), *projected, page_table(shape), lengths(shape)),
+        committed * qkv.dtype.itemsize + qkv.nbytes + attended, flops,
+        {"causal": shape.causal, "window": shape.window},
+    )  # fmt: skip
+
+
+def cache_write(shape: Shape, draw: Draw) -> OpCase:
+    model, projected = shape.model, _projected(shape, draw, shape.model.qk_norm)
+    qkv = projected[0]
     written = qkv.nbytes + 2 * qkv.nbytes // (model.group + 2)  # q and kv as they are, kv once more to its pages
-    arguments = qkv, *norms, EPS, *tables(shape), locations(shape)
+    arguments = *projected, locations(shape)
     return OpCase("cache_write", arguments, qkv.nbytes + written, pools=pool(shape, draw), take=lambda r: r[-1])
 
 
@@ -198,6 +237,6 @@ def accept_bonus(shape: Shape, draw: Draw) -> OpCase:
 
 MAKERS = {
     make.__name__: make
-    for make in (prepare_block, cache_write, block_attention, prefill_attention, argmax_head, head_logits,
-                 sample_tokens, accept_bonus, kv_inject)
+    for make in (prepare_block, cache_write, block_attention, verify_attention, draft_attention, prefill_attention,
+                 argmax_head, head_logits, sample_tokens, accept_bonus, kv_inject)
 }  # fmt: skip

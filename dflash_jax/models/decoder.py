@@ -52,10 +52,6 @@ class Rows:
     stop_ids: Array | None = None
 
     @property
-    def attention(self) -> Any:
-        return self.kernels.prefill_attention if self.prefill else self.kernels.block_attention
-
-    @property
     def takes_likeliest(self) -> bool:
         """Whether `choose` of `edited` logits is their argmax, for every request."""
         return (self.mode == GREEDY or self.sampling is None) and (self.edits is None or self.stop_ids is None)
@@ -123,11 +119,18 @@ def decoder_layer(
     """
     attn, eps = p["attn"], config.rms_norm_eps
     qkv = project_qkv(attn, rms_norm(x, p["input_norm"], eps))
-    norms = attn.get("q_norm"), attn.get("k_norm")
-    q, kv, pool = rows.kernels.cache_write(pool, qkv, *norms, eps, *rope, rows.locations)
-    out = rows.attention(q, kv, pool, rows.page_table, rows.lengths, causal=True, window=window)
+    out, pool = _attend(rows, pool, (qkv, attn.get("q_norm"), attn.get("k_norm"), eps, *rope), window)
     x = x + project_out(attn, out)
     return x + swiglu(p["mlp"], rms_norm(x, p["post_norm"], eps)), pool
+
+
+def _attend(rows: Rows, pool: Array, projected: tuple[Any, ...], window: int | None) -> tuple[Array, Array]:
+    """Causal attention [S, B, N, D] of `projected` = (qkv, norms, eps, cos, sin), and the pool written."""
+    where = rows.page_table, rows.lengths
+    if not rows.prefill:
+        return rows.kernels.verify_attention(pool, *projected, rows.locations, *where, causal=True, window=window)
+    q, kv, pool = rows.kernels.cache_write(pool, *projected, rows.locations)
+    return rows.kernels.prefill_attention(q, kv, pool, *where, causal=True, window=window), pool
 
 
 def decode_rows(params: Params, config: TargetConfig, rows: Rows, pool: Pool, taps: tuple[int, ...] = ()) -> Hidden:

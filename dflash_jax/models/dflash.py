@@ -18,7 +18,7 @@ from dflash_jax.cache import Pool
 from dflash_jax.config import ConvConfig, DraftConfig
 from dflash_jax.layers import dot, layer_specs, norm_spec, project_out, project_qkv, rms_norm, rope_tables, swiglu
 from dflash_jax.models.decoder import Rows
-from dflash_jax.ops import Kernels, align, norm_rope, top_tokens
+from dflash_jax.ops import Kernels, align, top_tokens
 from dflash_jax.params import Params, ParamSpec
 
 
@@ -120,9 +120,9 @@ def _draft_layer(
 
     def attend(y: Array) -> Array:
         attn = p["attn"]
-        q, kv = norm_rope(project_qkv(attn, y), attn["q_norm"], attn["k_norm"], eps, *rope)
-        attention = rows.kernels.block_attention
-        out = attention(q, kv, pool, rows.page_table, rows.lengths, causal=causal, window=window)
+        projected = project_qkv(attn, y), attn["q_norm"], attn["k_norm"], eps, *rope
+        attention = rows.kernels.draft_attention
+        out = attention(pool, *projected, rows.page_table, rows.lengths, causal=causal, window=window)
         return project_out(attn, out)
 
     x = x + _convolved(p.get("attn_conv"), config.conv, rms_norm(x, p["input_norm"], eps), attend)

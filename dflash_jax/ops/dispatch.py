@@ -14,6 +14,7 @@ from collections.abc import Callable
 from typing import Any
 
 import jax
+from jax import Array
 from jax.sharding import Mesh, PartitionSpec
 
 from dflash_jax.errors import UserError
@@ -36,6 +37,32 @@ REFERENCE: dict[str, Callable[..., Any]] = {
     "argmax_head": reference.argmax_head,
     "sample_tokens": reference.sample_tokens,
 }
+
+
+def _verify_attention(
+    kernels: Kernels, pool: Array, qkv: Array, q_norm: Array | None, k_norm: Array | None, eps: float, cos: Array,
+    sin: Array, locations: Array, page_table: Array, lengths: Array, *, causal: bool, window: int | None = None,
+) -> tuple[Array, Array]:  # fmt: skip
+    """A target layer's attention from its projection qkv [S, B, G, R+2, D] on: [S, B, N, D], and the pool written."""
+    q, kv, pool = kernels.cache_write(pool, qkv, q_norm, k_norm, eps, cos, sin, locations)
+    return kernels.block_attention(q, kv, pool, page_table, lengths, causal=causal, window=window), pool
+
+
+def _draft_attention(
+    kernels: Kernels, pool: Array, qkv: Array, q_norm: Array | None, k_norm: Array | None, eps: float, cos: Array,
+    sin: Array, page_table: Array, lengths: Array, *, causal: bool, window: int | None = None,
+) -> Array:  # fmt: skip
+    """The same for a draft layer, whose keys and values are scratch: the pool is only read."""
+    q, kv = reference.norm_rope(qkv, q_norm, k_norm, eps, cos, sin)
+    return kernels.block_attention(q, kv, pool, page_table, lengths, causal=causal, window=window)
+
+
+# Ops that are several in a row.  A backend may have one kernel for all of it; elsewhere they are what these say.
+COMPOSED: dict[str, Callable[..., Any]] = {
+    "verify_attention": _verify_attention,
+    "draft_attention": _draft_attention,
+}
+OPS = (*REFERENCE, *COMPOSED)
 PLATFORMS = {"triton": "gpu", "pallas": "tpu"}  # where a backend's kernels run
 INTERPRETED = {"pallas": "cpu"}  # where they are interpreted instead, if asked for: to test them, not to serve
 PACKAGES = {"triton": "jax_triton", "pallas": "jax"}  # what they need
@@ -47,6 +74,8 @@ HEAD_AXES: dict[str, tuple[tuple[int | str | None, ...], tuple[int | None, ...]]
     "block_attention": ((2, 3, 2, None, None), (2,)),
     "prefill_attention": ((2, 3, 2, None, None), (2,)),
     "cache_write": ((2, 2, None, None, STATIC, None, None, None), (2, 3, 2)),
+    "verify_attention": ((2, 2, None, None, STATIC, None, None, None, None, None), (2, 2)),
+    "draft_attention": ((2, 2, None, None, STATIC, None, None, None, None), (2,)),
     "kv_inject": ((2, None, 3, 2, None, STATIC, None, None, None), (2,)),
     "prepare_block": ((None,) * 4, (None,) * 3),
     "accept_bonus": ((None,) * 7, (None,) * 4),
@@ -70,10 +99,10 @@ class Kernels:
 
     def __getattr__(self, op: str) -> Callable[..., Any]:
         """`kernels.block_attention(…)` calls this backend's implementation of the op."""
-        if op not in REFERENCE:
-            raise AttributeError(f"{op} is not an op (ops: {', '.join(REFERENCE)})")
+        if op not in OPS:
+            raise AttributeError(f"{op} is not an op (ops: {', '.join(OPS)})")
         if op not in self.own_ops:
-            return REFERENCE[op]
+            return functools.partial(COMPOSED[op], self) if op in COMPOSED else REFERENCE[op]
         return _kernel(self.backend, op, self.interpret, self.mesh)
 
     @property
@@ -81,7 +110,7 @@ class Kernels:
         """The ops that this backend's kernels compute; the others are XLA's."""
         names = () if self.backend == "xla" else kernel_names(self.backend)
         split = self.mesh is not None and self.mesh.size > 1
-        return tuple(op for op in REFERENCE if op in names and not (split and op in UNSPLIT))
+        return tuple(op for op in OPS if op in names and not (split and op in UNSPLIT))
 
 
 @functools.cache

@@ -67,7 +67,7 @@ class DataConfig:
 class Conversation:
     """tokens of the whole text; those from `start` on are the answer; held_out: not to learn from."""
 
-    tokens: list[int]
+    tokens: list[int] | np.ndarray
     start: int
     held_out: bool
 
@@ -245,21 +245,23 @@ def load_shards(folder: Path) -> tuple[list[Conversation], list[Conversation]]:
     return found
 
 
-def _digest(tokens: Sequence[int]) -> bytes:
+def _digest(tokens: list[int] | np.ndarray) -> bytes:
     """Stands for the tokens in little memory: there are millions of texts."""
-    return hashlib.blake2b(np.array(tokens, np.int32).tobytes(), digest_size=16).digest()
+    return hashlib.blake2b(np.asarray(tokens, np.int32).tobytes(), digest_size=16).digest()
 
 
 def _read_shard(path: Path) -> Iterator[Conversation]:
+    """Its conversations, whose tokens are views of one array: as lists, millions of texts would take gigabytes."""
     try:
         with np.load(path) as stored:
             arrays = {name: stored[name] for name in ("tokens", "lengths", "starts", "held_out")}
     except (OSError, ValueError, KeyError) as error:
         raise UserError(f"{path} is not a shard that can be read: {error}") from error
-    ends = np.cumsum(arrays["lengths"])
-    for i, end in enumerate(ends.tolist()):
-        tokens = arrays["tokens"][end - int(arrays["lengths"][i]) : end].tolist()
-        yield Conversation(tokens, int(arrays["starts"][i]), bool(arrays["held_out"][i]))
+    ends, lengths, starts, held_out = (
+        x.tolist() for x in (np.cumsum(arrays["lengths"]), arrays["lengths"], arrays["starts"], arrays["held_out"])
+    )
+    for end, length, start, held in zip(ends, lengths, starts, held_out, strict=True):
+        yield Conversation(arrays["tokens"][end - length : end], start, held)
 
 
 # -- batches ---------------------------------------------------------------------------------------------------------

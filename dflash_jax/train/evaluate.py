@@ -9,6 +9,8 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
+import numpy as np
+
 from dflash_jax.engine.engine import Engine
 from dflash_jax.engine.request import Request
 from dflash_jax.engine.settings import EngineSettings
@@ -80,7 +82,7 @@ def eval_prompts(recipe: Recipe, folder: Path, config: EvalConfig, chats: Chats)
     if config.prompts is not None:
         found = read_prompts(config.prompts, chats(target_name(recipe)))
         return [dataclasses.replace(p, category=p.category or HELD_OUT) for p in found]
-    held = dict.fromkeys(tuple(c.tokens[: c.start]) for c in load_shards(folder / DATA)[1])
+    held = dict.fromkeys(tuple(np.asarray(c.tokens[: c.start]).tolist()) for c in load_shards(folder / DATA)[1])
     if not held:
         raise UserError(f"{folder / DATA} holds nothing out: name a file of prompts with --prompts")
     categories = {p.tokens: p.category for p in given_prompts(recipe, chats)}

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import functools
 from typing import Any, NamedTuple
 
 import jax
@@ -13,12 +14,12 @@ from jax import Array
 from dflash_jax.config import DraftConfig
 from dflash_jax.errors import UserError
 from dflash_jax.models import head_weight
-from dflash_jax.models.dflash import pair_scores
 from dflash_jax.ops import Turned, dot
 from dflash_jax.ops.reference.numerics import precision
 from dflash_jax.params import Params
 from dflash_jax.train.blocks import Blocks
 from dflash_jax.train.head import Head, Rows, capped, head_ce
+from dflash_jax.train.tables import pair_scores
 
 WEIGHTINGS = ("decay", "dpace")
 _GAMMA_AT = ((8, 10, 16), (4.0, 5.0, 7.0))  # arXiv:2602.06036, appendix: γ of blocks of 8, 10 and 16
@@ -117,13 +118,15 @@ def score_blocks(
 
     weight = _head_of(target)
     labels, previous = blocks.labels[:, :, 1:], blocks.labels[:, :, :-1]
-    rows = Rows(split(hidden[:, :, 1:]), split(labels), None if teacher is None else split(_asked(teacher, blocks)))
+    asked = None if teacher is None else _asked(teacher, blocks)
+    rows = Rows(split(hidden[:, :, 1:]), split(labels), None if asked is None else split(asked))
     best = config.selector.top_k if config.selector else 1
     head = Head(best, config.output_multiplier, config.logit_softcap, loss.soft)
     ce, tokens = map(joined, head_ce(head, weight, rows))
     if config.selector is None:
         return Scored(ce, jnp.zeros_like(ce), tokens[..., 0] == labels)
-    return Scored(ce, *_selector_ce(params["selector"], head, weight, hidden[:, :, 1:], tokens, labels, previous))
+    told = Rows(hidden[:, :, 1:], labels, asked)
+    return Scored(ce, *_selector_ce(params["selector"], head, weight, a // at_once, told, tokens, previous))
 
 
 def _head_of(target: Params) -> Array:
@@ -145,26 +148,36 @@ def _blocks_at_once(blocks: int, rows_of_each: int, slice_rows: int) -> int:
 
 
 def _selector_ce(
-    p: Params, head: Head, weight: Array, hidden: Array, candidates: Array, labels: Array, previous: Array
+    p: Params, head: Head, weight: Array, slices: int, rows: Rows, candidates: Array, previous: Array
 ) -> tuple[Array, Array]:
     """Cross-entropy [...] of the selector among its candidates int32 [..., K], given the true token before each row,
-    and bool [...]: would it choose the label?
+    and bool [...]: would it choose the label?  Its target is that of the head, the teacher's share among candidates.
 
     A label that is not among them takes the place of the last one, so that there is always something to learn.
     """
+    hidden, labels, teacher = rows
     among = candidates == labels[..., None]
     found = among.any(axis=-1)
     place = jnp.where(found, among.argmax(axis=-1), head.best - 1)
     is_last = _only_last(head.best, candidates.ndim) & ~found[..., None]
     candidates = jnp.where(is_last, labels[..., None], candidates)
-    exact = precision(hidden.dtype)
-    unary = jnp.einsum(
-        "...h,...kh->...k", hidden, weight[candidates], precision=exact, preferred_element_type=jnp.float32
-    )
-    scores = capped(head, unary)[0] + pair_scores(p, dot(hidden, p["hidden"]), previous, candidates)
+    unary = functools.partial(_unary, head, weight[candidates])
+    pair = pair_scores(slices, p["predecessor"], p["successor"], dot(hidden, p["hidden"]), previous, candidates)
+    scores = unary(hidden) + pair
     own = jnp.take_along_axis(scores, place[..., None], axis=-1)[..., 0]
     hit = found & (jax.lax.stop_gradient(scores).argmax(axis=-1) == place)
+    if teacher is not None:
+        shares = jax.nn.softmax(unary(teacher), axis=-1)
+        own = (1 - head.soft) * own + head.soft * (shares * scores).sum(axis=-1)
     return jax.nn.logsumexp(scores, axis=-1) - own, hit
+
+
+def _unary(head: Head, heads: Array, hidden: Array) -> Array:
+    """Logits float32 [..., K] of hidden [..., H] for tokens whose rows of the head are `heads` [..., K, H]."""
+    products = jnp.einsum(
+        "...h,...kh->...k", hidden, heads, precision=precision(hidden.dtype), preferred_element_type=jnp.float32
+    )
+    return capped(head, products)[0]
 
 
 def _only_last(size: int, ndim: int) -> np.ndarray:

@@ -45,10 +45,12 @@ class DraftShape:
 
 @dataclasses.dataclass(frozen=True)
 class Data(DataConfig):
-    """`[data]`; requests: texts written at once; prompts: a JSONL file, in the recipe relative to the recipe's folder,
-    with conversations to be answered before those from nothing."""
+    """`[data]`; requests: texts written at once; draft: what makes the target write faster, and the same: as
+    `generate --draft`; prompts: a JSONL file, in the recipe relative to the recipe's folder, with conversations to be
+    answered before those from nothing."""
 
     requests: int = 64
+    draft: str = "none"
     prompts: str | None = None
 
 

@@ -60,8 +60,8 @@ def write_data(recipe: Recipe, folder: Path, chats: Chats, part: Part | None = N
     invented = len(data.user_ids) + data.max_user_tokens + len(data.turn_ids)
     longest = max(invented, *(len(p.tokens) for p in given)) if given else invented
     settings = EngineSettings(
-        target_name(recipe), max_model_len=longest + data.max_answer_tokens, max_running_requests=data.requests,
-        dtype="auto", progress=True,
+        target_name(recipe), data.draft, max_model_len=longest + data.max_answer_tokens,
+        max_running_requests=data.requests, dtype="auto", progress=True,
     )  # fmt: skip
     write_shards(data, folder / DATA, engine_writer(Engine(settings), data.stop_ids), given, part)
     gc.collect()  # an engine holds itself in cycles, and training needs the memory of its pools
@@ -84,8 +84,8 @@ def given_prompts(recipe: Recipe, chats: Chats) -> list[Prompt]:
 
 
 def _made_of(recipe: Recipe) -> dict[str, Any]:
-    """What shards of one run agree on; there may be more conversations or another number of requests later."""
-    found = {"target": recipe.target, **_without(dataclasses.asdict(recipe.data), "conversations", "requests")}
+    """What shards of one run agree on; there may be more conversations, other requests or another draft later."""
+    found = {"target": recipe.target, **_without(dataclasses.asdict(recipe.data), "conversations", "requests", "draft")}
     if recipe.data.prompts is not None:
         found["prompts"] = _sha256(Path(recipe.data.prompts))
         found["length"] = recipe.train.length
@@ -144,7 +144,7 @@ class Run:
         found: dict[str, Any] = dataclasses.asdict(self.recipe)
         found["texts"] = [len(self.learn), len(self.held_out)]
         found["train"] = _without(found["train"], "log_every", "save_every")
-        found["data"] = _without(found["data"], "prompts", "requests")  # the texts are what counts
+        found["data"] = _without(found["data"], "prompts", "requests", "draft")  # the texts are what counts
         return json.loads(json.dumps(found))
 
     def _step(self, step: int, bar: Any, last: bool) -> None:

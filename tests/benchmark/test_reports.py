@@ -11,7 +11,7 @@ from llm.pairs import FOLDER, compiling_lightly  # pyright: ignore[reportMissing
 
 from dflash_jax.benchmark import op_cases as cases
 from dflash_jax.benchmark.__main__ import main
-from dflash_jax.ops.dispatch import REFERENCE
+from dflash_jax.ops.dispatch import OPS
 from dflash_jax.ops.shapes import REAL, TINY, VERIFY, ModelShape, Shape, find
 
 MODEL = ModelShape("by-hand", hidden=32, heads=4, kv_heads=2, head_dim=16, vocab=50, block=8, draft_layers=3, taps=2)
@@ -25,7 +25,7 @@ def light() -> Iterator[None]:
 
 
 def test_all_ops_are_covered():
-    assert {op for ops in cases.OPS.values() for op in ops} == set(cases.MAKERS) == set(REFERENCE)
+    assert {op for ops in cases.OPS.values() for op in ops} == set(cases.MAKERS) == set(OPS)
 
 
 def test_bytes_and_operations_by_hand():
@@ -40,6 +40,28 @@ def test_bytes_and_operations_by_hand():
     assert write.moved_bytes == 4 * rows * 2 * 16 * (4 + 4 + 2)  # read q, k, v of R = 2; write q, k, v; k, v once more
     assert inject.flops == 2 * rows * 32 * 3 * 2 * 2 * 16
     assert inject.moved_bytes == 4 * (rows * 32 + 32 * 192 + 3 * 16 + rows * 192)
+
+
+def test_the_bytes_of_a_layer_s_attention_are_those_of_its_parts_without_what_lies_between():
+    by_op = {case.op: case for case in cases.op_cases(SHAPE, jnp.float32)}
+    whole, parts = by_op["verify_attention"], (by_op["cache_write"], by_op["block_attention"])
+    between = 4 * 16 * 2 * 16 * (2 + 2)  # q, k and v of R = 2: written by one and read by the other
+    assert whole.moved_bytes == sum(part.moved_bytes for part in parts) - 2 * between
+    assert whole.flops == by_op["block_attention"].flops
+
+
+def test_numbers_reach_an_op_as_numbers():
+    """A kernel compiles them in."""
+    seen = []
+
+    class Watching:
+        def cache_write(self, pool, qkv, q_norm, k_norm, eps, *rest):
+            seen.append(eps)
+            return qkv, qkv, pool
+
+    by_op = {case.op: case for case in cases.op_cases(SHAPE, jnp.float32)}
+    by_op["cache_write"].launcher(Watching())()
+    assert seen == [cases.EPS]
 
 
 def test_a_window_reads_no_more_than_the_window():

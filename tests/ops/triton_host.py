@@ -134,13 +134,13 @@ def _standing_in(call: Callable[[Launch, Sequence[Any]], tuple[Any, ...]]) -> It
     from dflash_jax.ops.kernel_packages import load_kernel_package
 
     def triton_call(
-        *arrays: Any, kernel: Any, grid: tuple[int, ...], out_shape: Any, num_warps: int = 4, num_stages: int = 3,
+        *arrays: Any, kernel: Any, grid: tuple[int, ...], out_type: Any, num_warps: int = 4, num_stages: int = 3,
         input_output_aliases: dict[int, int] | None = None, **constants: Any,
     ) -> Any:  # fmt: skip
-        several = isinstance(out_shape, tuple)
+        several = isinstance(out_type, tuple)
         launch = Launch(
             kernel, tuple(jax.ShapeDtypeStruct(x.shape, x.dtype) for x in arrays),
-            out_shape if several else (out_shape,), grid, input_output_aliases or {},
+            out_type if several else (out_type,), grid, input_output_aliases or {},
             {"num_warps": num_warps, "num_stages": num_stages}, constants,
         )  # fmt: skip
         results = call(launch, arrays)
@@ -148,7 +148,7 @@ def _standing_in(call: Callable[[Launch, Sequence[Any]], tuple[Any, ...]]) -> It
 
     package = load_kernel_package("triton").__name__
     stand_in: Any = types.ModuleType("jax_triton")
-    stand_in.triton_call = triton_call
+    stand_in.triton_call, stand_in.triton_lib = triton_call, None
     before = {name: module for name, module in sys.modules.items() if _within(name, package, "jax_triton")}
     for name in before:
         del sys.modules[name]

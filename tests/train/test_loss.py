@@ -116,6 +116,32 @@ def test_soft_rows_ask_the_target_after_the_true_token_before_them():
         close(found[s, a, k], -(wanted[s, blocks.positions[s, a, k + 1] - 1] * said[s, a, k]).sum(), rtol=1e-4)
 
 
+def test_a_soft_selector_follows_the_target_among_its_candidates():
+    """Half of what it is to say is the label, half the target's own distribution over the same candidates."""
+    params, config, target, hidden, blocks = case(V2)
+    pair = goldens.pair(V2)
+    last = target_hidden(target, pair.target, batch_of(pair).tokens, config.taps).last
+    hard = score_blocks(params, config, target, hidden, blocks, LossConfig()).selector_ce
+    half = score_blocks(params, config, target, hidden, blocks, LossConfig(soft=0.5), last).selector_ce
+    head = np.asarray(target.get("head", target["embed"]))
+    p, logits, labels = jax.device_get(params["selector"]), logits_of(V2), np.asarray(blocks.labels)
+    projected = np.asarray(hidden[:, :, 1:]) @ p["hidden"]
+    for at in np.ndindex(half.shape):
+        label, before = labels[*at[:2], at[2] + 1], labels[*at[:2], at[2]]
+        chosen = np.argsort(-logits[at], kind="stable")[: config.selector.top_k]
+        chosen = chosen if label in chosen else np.append(chosen[:-1], label)
+        scores = logits[at][chosen] + (p["predecessor"][before] * projected[at] * p["successor"][chosen]).sum(-1)
+        before_it = min(blocks.positions[*at[:2], at[2] + 1] - 1, last.shape[1] - 1)  # rows past the end do not count
+        asked = np.asarray(last)[at[0], before_it] @ head[chosen].T
+        asked = asked * config.output_multiplier
+        if config.logit_softcap is not None:
+            asked = np.tanh(asked / config.logit_softcap) * config.logit_softcap
+        shares = np.exp(asked - asked.max()) / np.exp(asked - asked.max()).sum()
+        soft = softmax_ce(scores, np.array(0)) + scores[0] - (shares * scores).sum()
+        close(half[at], 0.5 * np.asarray(hard)[at] + 0.5 * soft, atol=1e-4)
+    assert np.abs(np.asarray(half - hard)).max() > 0.1
+
+
 @pytest.mark.parametrize("name", [V1, V2])
 def test_logits_of_all_rows_never_exist(name: str):
     """Neither forward nor in the gradient: no float32 array of V columns has more rows than a slice."""

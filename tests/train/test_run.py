@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import json
 import re
 from pathlib import Path
@@ -186,6 +187,10 @@ def test_data_from_prompts(tmp_path):
     prompts = [tuple(c.tokens[: c.start]) for c in learn]
     assert not held and {len(p) for p in prompts} == {2} and len(set(prompts)) > 10
     assert any(prompts.count(p) == 2 for p in prompts), "two different answers are both kept"
+    faster = dataclasses.replace(recipe, data=dataclasses.replace(recipe.data, draft="ngram"))
+    write_data(faster, tmp_path / "faster", by_character)
+    texts = [[list(c.tokens) for c in load_shards(tmp_path / run / "data")[0]] for run in ("run", "faster")]
+    assert texts[0] == texts[1], "a draft changes how fast the target writes, not what"
     other = read_recipe(with_prompts(tmp_path, {"prompt": "other"}))
     with pytest.raises(UserError, match="holds data of another recipe"):
         write_data(other, tmp_path / "run", by_character)
@@ -195,6 +200,6 @@ def test_data_from_prompts(tmp_path):
 def test_data_from_nothing(tmp_path):
     assert main([str(recipe_file(tmp_path)), "--run", str(tmp_path / "run"), "--stage", "data"]) == 0
     learn, held = load_shards(tmp_path / "run" / "data")
-    assert learn and all(c.tokens[:2] == [3, 4] and c.tokens[c.start - 1] == 5 for c in [*learn, *held])
+    assert learn and all(list(c.tokens[:2]) == [3, 4] and c.tokens[c.start - 1] == 5 for c in [*learn, *held])
     stops = {2, 7, 11, 13, 17}
     assert all(c.tokens[-1] in stops or len(c.tokens) - c.start == 24 for c in learn)

@@ -39,10 +39,10 @@ def accept_bonus(
     not live commit nothing.
     """
     rows = jnp.arange(block_ids.shape[1], dtype=jnp.int32)[None]
-    agree = block_ids[:, 1:] == target_tokens[:, :-1]
-    accept_len = jnp.cumprod(agree.astype(jnp.int32), axis=1).sum(axis=1, dtype=jnp.int32)
-    stops = (target_tokens[:, :, None] == stop_ids[:, None, :]).any(axis=-1)
-    until_stop = _first(stops, rows) + 1
+    differ = block_ids[:, 1:] != target_tokens[:, :-1]
+    accept_len = jnp.where(differ, rows[:, :-1], rows.shape[1] - 1).min(axis=1, initial=rows.shape[1] - 1)
+    stops = target_tokens[:, :, None] == stop_ids[:, None, :]
+    until_stop = jnp.where(stops, rows[..., None], rows.shape[1] + 1).min(axis=(1, 2)) + 1  # of one step: one kernel
     room = jnp.maximum(limit - 1 - seq_len, 0)
     commit = jnp.minimum(jnp.minimum(accept_len + 1, until_stop), room)
     whole = _first(broken, rows)  # rows before the first NaN
