@@ -23,6 +23,11 @@ def check(pool: Array, scalars: int, interpret: Any) -> None:
     type."""
     if pool.dtype.name not in DTYPES:
         raise Declined(f"keys and values are {pool.dtype.name}, and there are kernels for {' and '.join(DTYPES)}")
+    check_scalars(scalars, interpret)
+
+
+def check_scalars(scalars: int, interpret: Any) -> None:
+    """Declined where `scalars` numbers of page tables do not fit beside the scalar unit."""
     if not interpret and 4 * scalars > SCALAR_BYTES:
         raise Declined(
             f"page tables of {4 * scalars} bytes exceed the {SCALAR_BYTES} that fit beside the scalar unit: fewer"

@@ -8,6 +8,8 @@ LANES = 128  # of a vector register: float32 registers are 8 × 128
 CHUNK_BYTES = 2 << 20  # of pages in one half of the double buffer: at 1.6 TB/s more than the latency of a copy
 OWN_BYTES = 4 << 20  # of a request's own keys and values
 WRITE_BYTES = 2 << 20  # of pages that are written together
+HEAD_BYTES = 4 << 20  # of the head in one step, and of the rows that it is multiplied by
+HEAD_ROWS = 512  # rows of logits in a tile: more of them make the head's product limited by arithmetic
 TILE_ROWS = 1024  # query rows × heads of one key/value head in a tile
 
 
@@ -86,3 +88,27 @@ def write_tiles(requests: int, rows: int, kv_heads: int, head_dim: int, page_siz
     together = _largest_divisor(requests, WRITE_BYTES // (head_bytes * heads))
     steps = requests // together * (kv_heads // heads)
     return WriteTiles(together, heads, columns, 2 if steps % 2 == 0 else 1)
+
+
+@dataclass(frozen=True)
+class HeadTiles:
+    """One step's work: `vocab` tokens for `rows` rows.
+
+    steps: of each lane and tile of rows; lanes: independent sequences of steps (cores).
+    """
+
+    rows: int
+    row_tiles: int
+    vocab: int
+    steps: int
+    lanes: int
+
+
+def head_tiles(rows: int, vocab: int, width: int, item_bytes: int) -> HeadTiles:
+    """For the largest of `rows` rows of logits over a head [vocab, width]."""
+    fit = max(HEAD_BYTES // (round_up(width, LANES) * item_bytes) // LANES, 1) * LANES
+    tile = min(round_up(rows, sublanes(item_bytes)), HEAD_ROWS, fit)
+    tokens = min(fit, 1024, round_up(vocab, LANES))
+    count = -(-vocab // tokens)
+    lanes = 2 if count > 1 else 1
+    return HeadTiles(tile, -(-rows // tile), tokens, -(-count // lanes), lanes)

@@ -9,8 +9,10 @@ import jax.numpy as jnp
 from jax import Array, ShapeDtypeStruct
 
 from .attention import attend, attend_projected, combine
+from .heads import best_of_tiles, first_best
 from .launch import launch
-from .tiles import Tiles, attention_tiles, power_of_two
+from .rounds import accept_block, place_block
+from .tiles import Tiles, attention_tiles, head_tiles, power_of_two
 from .writing import inject_write, norm_rope_write
 
 MOST_TILES = 4  # of a request's rows: each norms and turns the block's keys anew
@@ -165,3 +167,57 @@ def inject(
         grid=(s * t, g), num_warps=1, input_output_aliases={0: 0}, eps=eps, layer=layer, L=layers, G=g,
         C=pool.shape[3], D=d, BH=power_of_two(d // 2),
     )  # fmt: skip
+
+
+def prepare_block(
+    bonus: Array, seq_len: Array, live: Array, page_table: Array, *, block: int, mask_id: int, page_size: int
+) -> tuple[Array, Array, Array]:
+    """As the reference op: (ids, positions, locations), each int32 [S, B]."""
+    s, width = page_table.shape
+    shape = ShapeDtypeStruct((s, block), jnp.int32)
+    return launch(
+        place_block, bonus, seq_len, live, page_table, out=(shape,) * 3, grid=(s,), num_warps=1,
+        MASK=mask_id, B=block, BP=power_of_two(block), W=width, C=page_size,
+    )  # fmt: skip
+
+
+def accept_bonus(
+    block_ids: Array,
+    target_tokens: Array,
+    broken: Array,
+    seq_len: Array,
+    limit: Array,
+    stop_ids: Array,
+    live: Array,
+) -> tuple[Array, Array, Array, Array]:
+    """As the reference op: (commit_len, bonus, finish int32 [S], tokens int32 [S, B])."""
+    (s, b), k = block_ids.shape, stop_ids.shape[1]
+    one, many = ShapeDtypeStruct((s,), jnp.int32), ShapeDtypeStruct((s, b), jnp.int32)
+    return launch(
+        accept_block, block_ids, target_tokens, broken, seq_len, limit, stop_ids, live,
+        out=(one, one, one, many), grid=(s,), num_warps=1, B=b, BP=power_of_two(b), K=k, KP=power_of_two(k),
+    )  # fmt: skip
+
+
+def argmax_head(hidden: Array, head: Array, multiplier: float = 1.0, softcap: float | None = None) -> Array:
+    """As the reference op: int32 [...] of hidden [..., H] and head [V, H].
+
+    A softcap keeps the order, and so is left out: only logits that it would make equal can be told apart here.
+    """
+    del softcap
+    v, h = head.shape
+    x = hidden.reshape(-1, h)
+    exact = x.dtype == jnp.float32
+    tiles = head_tiles(x.shape[0], exact)
+    count = -(-v // tiles.vocab)
+    shape = ShapeDtypeStruct((x.shape[0], count), jnp.int32)
+    keys, ids = launch(
+        best_of_tiles, x, head, out=(shape, shape), grid=(-(-x.shape[0] // tiles.rows), count),
+        num_warps=tiles.warps, num_stages=tiles.stages, multiplier=float(multiplier), ROWS=x.shape[0], V=v, H=h,
+        TILES=count, M=tiles.rows, BV=tiles.vocab, BK=tiles.width, IEEE=exact,
+    )  # fmt: skip
+    best = launch(
+        first_best, keys, ids, out=ShapeDtypeStruct(x.shape[:1], jnp.int32), grid=x.shape[:1], num_warps=4,
+        TILES=count, TP=power_of_two(count),
+    )  # fmt: skip
+    return best.reshape(hidden.shape[:-1])

@@ -39,3 +39,23 @@ def attention_tiles(requests: int, rows: int, kv_heads: int, group: int, width: 
     wanted = PROGRAMS // (requests * kv_heads * tiles)
     shares = max(1, min(wanted, -(-width // (2 * tokens)), 32))
     return Tiles(lanes, tokens, 16 if rows <= 16 else tokens, shares, warps=4, stages=2 if float32 else 3)
+
+
+@dataclass(frozen=True)
+class HeadTiles:
+    """rows, vocab: of a program's tile of logits; width: of H in a step."""
+
+    rows: int
+    vocab: int
+    width: int
+    warps: int
+    stages: int
+
+
+def head_tiles(rows: int, float32: bool) -> HeadTiles:
+    """For the largest of `rows` rows of logits: two programs a multiprocessor where reading the head is all."""
+    if float32:
+        return HeadTiles(min(power_of_two(rows), 32), 64, 32, warps=4, stages=3)
+    if rows <= 64:
+        return HeadTiles(power_of_two(rows), 128, 64, warps=4, stages=4)
+    return HeadTiles(128, 128, 64, warps=8, stages=4)

@@ -64,8 +64,8 @@ def norm_rope_write(
     is_query, is_key = (r < R)[:, None], (r == R)[:, None]
     x1, x2 = first, second
     if NORM:
-        q1, q2 = _normed(first, second, q_norm_ref, half, inside, eps, D, dtype)
-        k1, k2 = _normed(first, second, k_norm_ref, half, inside, eps, D, dtype)
+        q1, q2 = _normed(first, second, q_norm_ref, half, inside, eps, D, dtype)  # pyright: ignore[reportGeneralTypeIssues]
+        k1, k2 = _normed(first, second, k_norm_ref, half, inside, eps, D, dtype)  # pyright: ignore[reportGeneralTypeIssues]
         x1, x2 = tl.where(is_query, q1, k1), tl.where(is_query, q2, k2)
     cos = tl.load(cos_ref + sb * (D // 2) + half, mask=inside, other=0.0)[None, :]
     sin = tl.load(sin_ref + sb * (D // 2) + half, mask=inside, other=0.0)[None, :]
@@ -103,7 +103,7 @@ def inject_write(
     at = (((st * L + layer) * 2 + side) * G + g)[:, None] * D + half[None, :]
     first = tl.load(y_ref + at, mask=inside[None, :], other=0.0).to(tl.float32)
     second = tl.load(y_ref + at + D // 2, mask=inside[None, :], other=0.0).to(tl.float32)
-    x1, x2 = _normed(first, second, k_norms_ref + layer * D, half, inside, eps, D, dtype)
+    x1, x2 = _normed(first, second, k_norms_ref + layer * D, half, inside, eps, D, dtype)  # pyright: ignore[reportGeneralTypeIssues]
     cos = tl.load(cos_ref + st * (D // 2) + half, mask=inside, other=0.0)[None, :]
     sin = tl.load(sin_ref + st * (D // 2) + half, mask=inside, other=0.0)[None, :]
     is_key = (side == 0)[:, None]

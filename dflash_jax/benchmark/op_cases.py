@@ -18,7 +18,7 @@ EPS, MASK_ID, STOP_IDS = 1e-6, 5, 16
 OPS = {
     VERIFY: ("prepare_block", "cache_write", "block_attention", "verify_attention", "head_logits", "sample_tokens",
              "accept_bonus", "kv_inject"),
-    DRAFT: ("block_attention", "draft_attention"),
+    DRAFT: ("block_attention", "draft_attention", "argmax_head"),
     PREFILL: ("cache_write", "prefill_attention", "kv_inject"),
 }  # fmt: skip
 
@@ -200,6 +200,13 @@ def head_logits(shape: Shape, draw: Draw) -> OpCase:
     return OpCase("head_logits", (hidden, head), moved_bytes, 2 * tokens * head.size)
 
 
+def argmax_head(shape: Shape, draw: Draw) -> OpCase:
+    """Of the rows after the bonus."""
+    model, tokens = shape.model, shape.requests * (shape.rows - 1)
+    hidden, head = draw.normal(shape.requests, shape.rows - 1, model.hidden), draw.normal(model.vocab, model.hidden)
+    return OpCase("argmax_head", (hidden, head), size_of(hidden, head) + 4 * tokens, 2 * tokens * head.size)
+
+
 def sample_tokens(shape: Shape, draw: Draw) -> OpCase:
     """At a temperature, without filters: greedy rows need no op."""
     logits = draw.normal(shape.requests, shape.rows, shape.model.vocab, dtype=jnp.float32)
@@ -231,5 +238,5 @@ def accept_bonus(shape: Shape, draw: Draw) -> OpCase:
 MAKERS = {
     make.__name__: make
     for make in (prepare_block, cache_write, block_attention, verify_attention, draft_attention, prefill_attention,
-                 head_logits, sample_tokens, accept_bonus, kv_inject)
+                 argmax_head, head_logits, sample_tokens, accept_bonus, kv_inject)
 }  # fmt: skip

@@ -45,9 +45,10 @@ class DFlashDrafter:
         config = self.config
         embedded = embed(weights.target, rows.ids, config.input_embedding_scale)
         hidden = draft_rows(weights.draft, config, embedded, rows, cache)[:, 1:]
-        logits = rows.kernels.head_logits(
-            hidden, head_weight(weights.target), config.output_multiplier, config.logit_softcap
-        )
+        head = hidden, head_weight(weights.target), config.output_multiplier, config.logit_softcap
+        if not config.selector and rows.takes_likeliest:
+            return rows.kernels.argmax_head(*head)
+        logits = rows.kernels.head_logits(*head)
         logits = rows.edited(logits, rows.positions[:, 1:])
         if config.selector:
             return select_candidates(weights.draft, config, hidden, logits, rows.ids[:, 0], rows)

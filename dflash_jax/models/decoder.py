@@ -51,6 +51,11 @@ class Rows:
     edits: EditRows | None = None
     stop_ids: Array | None = None
 
+    @property
+    def takes_likeliest(self) -> bool:
+        """Whether `choose` of `edited` logits is their argmax, for every request."""
+        return (self.mode == GREEDY or self.sampling is None) and (self.edits is None or self.stop_ids is None)
+
     def edited(self, logits: Array, positions: Array, block_ids: Array | None = None) -> Array:
         """Logits [S, K, V] of tokens at `positions` int32 [S, K], as the requests want them changed.
 

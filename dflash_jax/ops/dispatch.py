@@ -20,6 +20,8 @@ from jax.sharding import Mesh, PartitionSpec
 from dflash_jax.errors import UserError
 from dflash_jax.ops import reference
 from dflash_jax.ops.kernel_packages import EXTRAS, kernel_names, load_kernel, load_kernel_package
+from dflash_jax.ops.reference.accept import Accepted
+from dflash_jax.ops.reference.numerics import Turned
 
 CHOICES = ("auto", "xla", "pallas", "triton")
 
@@ -32,6 +34,7 @@ REFERENCE: dict[str, Callable[..., Any]] = {
     "block_attention": reference.paged_attention,
     "prefill_attention": reference.paged_attention,
     "head_logits": reference.head_logits,
+    "argmax_head": reference.argmax_head,
     "sample_tokens": reference.sample_tokens,
 }
 
@@ -67,47 +70,85 @@ PACKAGES = {"triton": "jax_triton", "pallas": "jax"}  # what they need
 STATIC = "static"
 # The axis of key/value or query heads of each kernel's arguments and results, by which a mesh splits them; None: all
 # devices have the whole.  A tuple of pools is split alike in all its parts.
-HEAD_AXES: dict[str, tuple[tuple[int | str | None, ...], tuple[int, ...]]] = {
+HEAD_AXES: dict[str, tuple[tuple[int | str | None, ...], tuple[int | None, ...]]] = {
     "block_attention": ((2, 3, 2, None, None), (2,)),
     "prefill_attention": ((2, 3, 2, None, None), (2,)),
     "cache_write": ((2, 2, None, None, STATIC, None, None, None), (2, 3, 2)),
     "verify_attention": ((2, 2, None, None, STATIC, None, None, None, None, None), (2, 2)),
     "draft_attention": ((2, 2, None, None, STATIC, None, None, None, None), (2,)),
     "kv_inject": ((2, None, 3, 2, None, STATIC, None, None, None), (2,)),
+    "prepare_block": ((None,) * 4, (None,) * 3),
+    "accept_bonus": ((None,) * 7, (None,) * 4),
 }
+UNSPLIT = ("argmax_head",)  # kernels for one device alone: a mesh splits the vocabulary, and XLA compares its parts
+# Kernels that no chip of their kind has run: `auto` leaves them out, naming the backend takes them in.
+UNTRIED = {"triton": ("prepare_block", "accept_bonus", "argmax_head")}
+NAMED: dict[str, Callable[..., Any]] = {"accept_bonus": Accepted}  # of kernels' plain tuples, the op's named result
 
 
 @dataclasses.dataclass(frozen=True)
 class Kernels:
     """The backend in use; `reason` says why and is printed at start-up.  Hashable by all but that.
 
-    interpret: kernels are run by JAX, not by the chip they are for.  mesh: each device runs a kernel on its own heads
+    interpret: kernels are run by JAX, not by the chip they are for.  spared: ops that are XLA's though this backend has
+    kernels for them.  mesh: each device runs a kernel on its own heads
     (XLA cannot split a kernel); None or one device: there is nothing to split.
     """
 
     backend: str = "xla"
     reason: str = dataclasses.field(compare=False, default="")
     interpret: bool = False
+    spared: tuple[str, ...] = ()
     mesh: Mesh | None = None
 
     def __getattr__(self, op: str) -> Callable[..., Any]:
         """`kernels.block_attention(…)` calls this backend's implementation of the op."""
         if op not in OPS:
             raise AttributeError(f"{op} is not an op (ops: {', '.join(OPS)})")
-        if self.backend == "xla" or op not in kernel_names(self.backend):
+        if op not in self.own_ops:
             return functools.partial(COMPOSED[op], self) if op in COMPOSED else REFERENCE[op]
         return _kernel(self.backend, op, self.interpret, self.mesh)
+
+    @property
+    def own_ops(self) -> tuple[str, ...]:
+        """The ops that this backend's kernels compute; the others are XLA's."""
+        names = () if self.backend == "xla" else kernel_names(self.backend)
+        split = self.mesh is not None and self.mesh.size > 1
+        left = (*self.spared, *UNSPLIT) if split else self.spared
+        return tuple(op for op in OPS if op in names and op not in left)
 
 
 @functools.cache
 def _kernel(backend: str, op: str, interpret: bool, mesh: Mesh | None) -> Callable[..., Any]:
     kernel = getattr(load_kernel(backend, op), op)
+    if op == "argmax_head":
+        kernel = _of_plain_head(kernel)
     if interpret:
         kernel = functools.partial(kernel, interpret=True)
     if mesh is not None and mesh.size > 1:
         kernel = _by_heads(kernel, op, mesh)
+    if op in NAMED:
+        kernel = _naming(kernel, NAMED[op])
     declined = getattr(load_kernel_package(backend), "Declined", None)
     return kernel if declined is None else _refusing(kernel, f"kernels {backend!r} cannot do {op} here", declined)
+
+
+def _of_plain_head(kernel: Callable[..., Any]) -> Callable[..., Any]:
+    """`kernel(hidden, head, …)`, whose head [V, H] may be called turned: it then lies as it is declared."""
+
+    @functools.wraps(kernel)
+    def call(hidden: Any, head: Any, *args: Any, **options: Any) -> Any:
+        return kernel(hidden, head.array if isinstance(head, Turned) else head, *args, **options)
+
+    return call
+
+
+def _naming(kernel: Callable[..., Any], name: Callable[..., Any]) -> Callable[..., Any]:
+    @functools.wraps(kernel)
+    def call(*args: Any, **options: Any) -> Any:
+        return name(*kernel(*args, **options))
+
+    return call
 
 
 def _by_heads(kernel: Callable[..., Any], op: str, mesh: Mesh) -> Callable[..., Any]:
@@ -177,33 +218,37 @@ def select(choice: str, platform: str, mesh: Mesh | None = None) -> Kernels:
 
     UserError for one that cannot be had.
     """
-    return dataclasses.replace(_selected(choice, platform), mesh=mesh if mesh is not None and mesh.size > 1 else None)
+    chosen, why = _selected(choice, platform)
+    chosen = dataclasses.replace(chosen, mesh=mesh if mesh is not None and mesh.size > 1 else None)
+    return dataclasses.replace(chosen, reason=f"kernels: {_described(chosen)}{why}")
 
 
-def _selected(choice: str, platform: str) -> Kernels:
+def _selected(choice: str, platform: str) -> tuple[Kernels, str]:
+    """The backend, and why."""
     if choice not in CHOICES:
         raise UserError(f"kernels {choice!r} is not one of {', '.join(CHOICES)}")
     if choice == "auto":
         return _automatic(platform)
     if choice in interpreted(platform):
         slow = f"asked for; interpreted on {platform}, which is slow and meant for tests"
-        return Kernels(choice, f"kernels: {_described(choice)} ({slow})", interpret=True)
+        return Kernels(choice, interpret=True), f" ({slow})"
     if choice != "xla" and (reason := missing(choice, platform)):
         raise UserError(f"kernels {choice!r} cannot be used: {reason} (available: {', '.join(backends(platform))})")
-    return Kernels(choice, f"kernels: {_described(choice)} (asked for)")
+    return Kernels(choice), " (asked for)"
 
 
-def _automatic(platform: str) -> Kernels:
+def _automatic(platform: str) -> tuple[Kernels, str]:
     """The platform's own backend; XLA where there is none or it cannot be used, which is said."""
     for backend, home in PLATFORMS.items():
         if home == platform:
             reason = missing(backend, platform)
             chosen = backend if reason is None else "xla"
-            why = "auto" if reason is None else f"auto; not {backend}: {reason}"
-            return Kernels(chosen, f"kernels: {_described(chosen)} ({why})")
-    return Kernels("xla", f"kernels: xla on {platform} (auto)")
+            spared = UNTRIED.get(chosen, ())
+            why = f"auto; never timed on a chip: its {', '.join(spared)}" if spared else "auto"
+            return Kernels(chosen, spared=spared), f" ({why if reason is None else f'auto; not {backend}: {reason}'})"
+    return Kernels("xla"), f" on {platform} (auto)"
 
 
-def _described(backend: str) -> str:
-    own = [op for op in OPS if backend != "xla" and op in kernel_names(backend)]
-    return f"{backend} for {', '.join(own)}, xla for the other ops" if own else backend
+def _described(kernels: Kernels) -> str:
+    own = kernels.own_ops
+    return f"{kernels.backend} for {', '.join(own)}, xla for the other ops" if own else kernels.backend

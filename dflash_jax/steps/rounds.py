@@ -116,9 +116,37 @@ def decode_round(
     `needs` is what any of the rows asks for.  Returns the new state and the packed result of `publish`, followed by
     that of `packed_logprobs` where asked for.
     """
-    ids = propose(config, block, weights, state, slots, needs)
-    state, logits, taps = verify_block(config, weights, state, slots, ids)
-    return accept_block(config, weights, state, slots, Verified(ids, logits, taps), needs=needs)
+    live, rows = _block_rows(config, state, slots, block, needs)
+    rows = draft(config, weights, state, rows)
+    logits, hidden = verify(config, weights, state, rows)
+    state = dataclasses.replace(state, kv=hidden.pool)
+    return _finish_round(config, weights, state, live, rows, Verified(rows.ids, logits, hidden.taps), None, needs)
+
+
+def _block_rows(
+    config: StepConfig, state: DecodeState, slots: Array, block: int, needs: Needs = NOTHING
+) -> tuple[Live, Rows]:
+    live = gather(state, slots, needs.edits)
+    return live, prepare(config, live, block, needs.mode)
+
+
+def _finish_round(
+    config: StepConfig,
+    weights: Weights,
+    state: DecodeState,
+    live: Live,
+    rows: Rows,
+    verified: Verified,
+    allowed: Array | None,
+    needs: Needs,
+) -> tuple[DecodeState, Array]:
+    """`accept`, `publish` and `commit`."""
+    _, logits, taps = verified
+    edited = _edited(rows, logits, allowed)
+    accepted = _accept(config, live, rows, logits, edited)
+    state, packed = publish(state, live, accepted)
+    packed = with_logprobs(config, rows, logits, accepted.tokens, packed, needs.logprobs, edited)
+    return commit(config, weights, state, rows, taps, accepted.commit_len), packed
 
 
 # -- a round in three parts, for masks that the host makes of the drafts while they are verified -----------------------
@@ -128,7 +156,7 @@ def propose(
     config: StepConfig, block: int, weights: Weights, state: DecodeState, slots: Array, needs: Needs = NOTHING
 ) -> Array:
     """int32 [S, B] = [bonus, drafts] of the next round."""
-    return draft(config, weights, state, prepare(config, gather(state, slots, needs.edits), block, needs.mode)).ids
+    return draft(config, weights, state, _block_rows(config, state, slots, block, needs)[1]).ids
 
 
 class Verified(NamedTuple):
@@ -143,7 +171,7 @@ def verify_block(
     config: StepConfig, weights: Weights, state: DecodeState, slots: Array, ids: Array
 ) -> tuple[DecodeState, Array, Array]:
     """`verify` for blocks ids int32 [S, B] of `propose`: the state with KV written, logits and taps."""
-    rows = dataclasses.replace(prepare(config, gather(state, slots), ids.shape[1]), ids=ids)
+    rows = dataclasses.replace(_block_rows(config, state, slots, ids.shape[1])[1], ids=ids)
     logits, hidden = verify(config, weights, state, rows)
     return dataclasses.replace(state, kv=hidden.pool), logits, hidden.taps
 
@@ -158,11 +186,6 @@ def accept_block(
     needs: Needs = NOTHING,
 ) -> tuple[DecodeState, Array]:
     """`accept`, `publish` and `commit` of a verified block; returns what `decode_round` does."""
-    ids, logits, taps = verified
-    live = gather(state, slots, needs.edits)
-    rows = dataclasses.replace(prepare(config, live, ids.shape[1], needs.mode), ids=ids)
-    edited = _edited(rows, logits, allowed)
-    accepted = _accept(config, live, rows, logits, edited)
-    state, packed = publish(state, live, accepted)
-    packed = with_logprobs(config, rows, logits, accepted.tokens, packed, needs.logprobs, edited)
-    return commit(config, weights, state, rows, taps, accepted.commit_len), packed
+    live, rows = _block_rows(config, state, slots, verified.ids.shape[1], needs)
+    rows = dataclasses.replace(rows, ids=verified.ids)
+    return _finish_round(config, weights, state, live, rows, verified, allowed, needs)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import dataclasses
 import functools
 import json
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -16,7 +17,8 @@ from dflash_jax.drafters import DFlashDrafter, Weights
 from dflash_jax.layers import rms_norm, rope_tables
 from dflash_jax.models import FAMILIES, Rows, embed, head_weight
 from dflash_jax.models.dflash import convolve, draft_rows, fuse_context, inject_context, select_candidates
-from dflash_jax.ops import XLA, apply_rope
+from dflash_jax.ops import SAMPLE, XLA, apply_rope
+from dflash_jax.state import greedy_rows, no_edits
 from models import goldens
 from models.goldens import DATA, PAIRS, Pair
 
@@ -214,3 +216,33 @@ def test_tables_are_computed_once_for_all_layers():
 
     text = jax.jit(layers).lower(jnp.zeros((1, 8, 3, 16)), jnp.arange(8)[None]).compile().as_text() or ""
     assert text.count(" cosine(") == 1
+
+
+class Asked:
+    """XLA's ops, and the names of those that were asked for."""
+
+    def __init__(self) -> None:
+        self.ops: set[str] = set()
+
+    def __getattr__(self, op: str) -> Any:
+        self.ops.add(op)
+        return getattr(XLA, op)
+
+
+@pytest.mark.parametrize(
+    ("name", "asks", "op"),
+    [("x-noncausal-window", "nothing", "argmax_head"), ("x-noncausal-window", "samples", "head_logits"),
+     ("x-noncausal-window", "edits", "head_logits"), ("x-v2-one-layer", "nothing", "head_logits")],
+)  # fmt: skip
+def test_logits_are_made_where_something_is_done_with_them(name: str, asks: str, op: str):
+    """A sample, an edit or DFlash 2's selector needs them; the likeliest token does not."""
+    pair, kernels = goldens.pair(name), Asked()
+    rows: Any = dataclasses.replace(block_rows(pair, pair.golden["block_ids"]), kernels=kernels)
+    if asks == "samples":
+        rows = dataclasses.replace(rows, sampling=greedy_rows(1), mode=SAMPLE)
+    if asks == "edits":
+        edits = no_edits(1, pair.target.vocab_size)
+        rows = dataclasses.replace(rows, edits=edits, stop_ids=jnp.full((1, 4), -1, jnp.int32))
+    propose = functools.partial(DFlashDrafter(pair.draft).draft, Weights(pair.target_params, pair.draft_params))
+    jax.eval_shape(propose, goldens.poisoned_pool(pair.draft, 1), rows)
+    assert kernels.ops & {"argmax_head", "head_logits"} == {op}

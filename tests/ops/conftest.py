@@ -1,15 +1,35 @@
-"""Every backend that can be used here takes the same tests."""
+"""Every backend that can be used here takes the same tests; without a GPU Triton's kernels are interpreted."""
 
 from __future__ import annotations
+
+from collections.abc import Iterator
 
 import jax
 import pytest
 
+from dflash_jax.ops import dispatch
 from dflash_jax.ops.dispatch import Kernels, backends, interpreted, select
+from ops.triton_host import HAVE_TRITON, interpreting
 
 PLATFORM = jax.default_backend()
+BACKENDS = [*backends(PLATFORM), *interpreted(PLATFORM)]
+HOSTED = "triton, interpreted"
+# Each program of a grid takes milliseconds: attention and the writes would take minutes.
+HOSTED_IN = ("test_accept", "test_block", "test_head")
 
 
-@pytest.fixture(params=(*backends(PLATFORM), *interpreted(PLATFORM)))
-def kernels(request: pytest.FixtureRequest) -> Kernels:
-    return select(request.param, PLATFORM)
+def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:
+    if "kernels" in metafunc.fixturenames:
+        hosted = HAVE_TRITON and "triton" not in BACKENDS and metafunc.definition.path.stem in HOSTED_IN
+        metafunc.parametrize("kernels", [*BACKENDS, *([HOSTED] if hosted else [])], indirect=True)
+
+
+@pytest.fixture
+def kernels(request: pytest.FixtureRequest) -> Iterator[Kernels]:
+    if request.param != HOSTED:
+        yield select(request.param, PLATFORM)
+        return
+    dispatch._kernel.cache_clear()
+    with interpreting():
+        yield Kernels("triton")
+    dispatch._kernel.cache_clear()

@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import itertools
+import random
 
 import numpy as np
 import pytest
 
 from dflash_jax.ops import BROKEN, LENGTH, RUNNING, STOP
 from dflash_jax.ops.dispatch import Kernels
+from ops.conftest import PLATFORM
 
 
 def walk(block, target, broken, seq_len, limit, stops, live):
@@ -44,7 +46,9 @@ def accept(kernels: Kernels, block, target, broken=None, seq_len=5, limit=1000, 
 
 
 def check_all(kernels: Kernels, cases) -> None:
-    """All cases in one call of the op."""
+    """All cases in one call of the op; some of them where a program for each is interpreted."""
+    if kernels.backend == "triton" and PLATFORM != "gpu":
+        cases = random.Random(0).sample(cases, 300)
     block, target, broken, seq_len, limit, stops, live = zip(*cases, strict=True)
     found = kernels.accept_bonus(
         np.asarray(block, np.int32), np.asarray(target, np.int32), np.asarray(broken), np.asarray(seq_len, np.int32),

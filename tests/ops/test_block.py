@@ -52,6 +52,24 @@ def test_a_block_of_each_shape(kernels: Kernels, shape: Shape):
                 assert locations[s, i] < shape.page_size
 
 
+def test_entries_of_a_table_that_no_row_needs_do_not_matter(kernels: Kernels):
+    """Poison in all of the table but the pages of the block's own rows, and in all of a table that is not live."""
+    rng = np.random.default_rng(0)
+    starts, size, block, poison = int32(0, 3, 7, 15, 16), 4, 6, 0x7BAD0BAD
+    table = np.full((5, 5), poison, np.int32)
+    owned = 1 + rng.permutation(25).reshape(5, 5)
+    expected = np.zeros((5, block), np.int32)
+    for s, start in enumerate(starts):
+        for i, position in enumerate(range(start, start + block)):
+            page = 0
+            if s != 1 and position // size < 5:
+                page = table[s, position // size] = owned[s, position // size]
+            expected[s, i] = page * size + position % size
+    live = np.arange(5) != 1
+    found = kernels.prepare_block(int32(1, 2, 3, 4, 5), starts, live, table, block=block, mask_id=0, page_size=size)
+    np.testing.assert_array_equal(found[2], expected)
+
+
 @pytest.mark.parametrize("start", range(0, 14))
 def test_rows_past_the_table_or_not_valid_go_to_the_padding_page(start: int):
     """CASE 20: a table of 3 pages of 4 tokens; the last page never takes a row that is past it."""

@@ -35,7 +35,9 @@ def test_auto_is_triton_on_cuda_where_it_can_be(with_jax_triton: bool):
     chosen = select("auto", "gpu")
     assert chosen.backend == ("triton" if with_jax_triton else "xla")
     if with_jax_triton:
-        assert "triton for" in chosen.reason and "block_attention" in chosen.reason and "(auto)" in chosen.reason
+        assert "triton for" in chosen.reason and "block_attention" in chosen.reason and "(auto; " in chosen.reason
+        assert "never timed on a chip: its prepare_block, accept_bonus, argmax_head" in chosen.reason
+        assert "argmax_head" not in chosen.own_ops and "argmax_head" in select("triton", "gpu").own_ops
     else:
         assert "not triton: the package 'jax_triton' is missing" in chosen.reason
     assert backends("gpu") == (("xla", "triton") if with_jax_triton else ("xla",))
@@ -74,7 +76,7 @@ def test_what_cannot_be_had_is_refused(with_jax_triton: bool, choice: str, platf
 
 
 def test_an_op_without_a_kernel_is_the_reference_s():
-    assert Kernels("triton").accept_bonus is reference.accept_bonus
+    assert Kernels("triton").head_logits is reference.head_logits
     assert Kernels("xla").block_attention is reference.paged_attention
     with pytest.raises(AttributeError, match="matmul is not an op"):
         _ = Kernels().matmul

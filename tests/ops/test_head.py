@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 from jax.sharding import NamedSharding, PartitionSpec
 
-from dflash_jax.ops import first_largest, is_broken
+from dflash_jax.ops import Turned, first_largest, is_broken
 from dflash_jax.ops.dispatch import Kernels
 from dflash_jax.ops.shapes import TINY
 from dflash_jax.sharding import TENSOR, make_mesh
@@ -30,6 +30,73 @@ def test_logits_of_each_shape(kernels: Kernels, model, dtype, tolerance, multipl
         expected = np.tanh(expected / softcap) * softcap
     assert found.dtype == jnp.float32
     np.testing.assert_allclose(found, expected, rtol=tolerance, atol=tolerance * model.hidden)
+
+
+# -- the largest without logits ---------------------------------------------------------------------------------------
+
+
+def drawn(rows: int, width: int, vocab: int, dtype) -> tuple[jax.Array, jax.Array, np.ndarray]:
+    """Hidden states [rows, width], a head [vocab, width], and the float64 logits of what the device sees of them."""
+    rng = np.random.default_rng(rows + vocab)
+    hidden = jnp.asarray(rng.normal(size=(rows, width)), dtype)
+    head = jnp.asarray(rng.normal(size=(vocab, width)), dtype)
+    return hidden, head, np.asarray(hidden, np.float64) @ np.asarray(head, np.float64).T
+
+
+def check_largest(found, logits: np.ndarray) -> None:
+    """Exactly the argmax, in every row whose first two are apart; these are nearly all."""
+    second, first = np.sort(logits, axis=-1)[..., -2:].T
+    apart = first - second > 1e-4
+    assert found.dtype == jnp.int32 and apart.mean() > 0.9
+    np.testing.assert_array_equal(np.asarray(found)[apart], logits.argmax(axis=-1)[apart])
+
+
+@pytest.mark.parametrize("dtype", [jnp.float32, jnp.bfloat16], ids=["float32", "bfloat16"])
+@pytest.mark.parametrize("model", MODELS.values(), ids=lambda model: model.name)
+@pytest.mark.parametrize("multiplier, softcap", [(1.0, None), (1.7, 30.0), (-0.5, None)])
+def test_argmax_head_of_each_shape(kernels: Kernels, model, dtype, multiplier, softcap):
+    hidden, head, logits = drawn(6, model.hidden, model.vocab, dtype)
+    found = kernels.argmax_head(hidden.reshape(2, 3, -1), head, multiplier, softcap)
+    assert found.shape == (2, 3)
+    check_largest(found.reshape(-1), logits * multiplier)
+
+
+@pytest.mark.parametrize("rows, width, vocab", [(1, 16, 3), (70, 40, 300), (520, 24, 130), (15, 200, 2500)])
+def test_argmax_head_in_many_tiles(kernels: Kernels, rows: int, width: int, vocab: int):
+    """More rows, and more of the vocabulary, than a tile holds, and sizes that no tile divides."""
+    hidden, head, logits = drawn(rows, width, vocab, jnp.bfloat16)
+    check_largest(kernels.argmax_head(hidden, head), logits)
+
+
+def test_argmax_head_takes_the_first_of_equals(kernels: Kernels):
+    """Neighbours, far apart in a tile, and in different tiles.  Whole numbers: sums are exact in any order."""
+    rng = np.random.default_rng(0)
+    hidden, head = rng.integers(-8, 9, (5, 32)).astype(np.float32), rng.integers(-8, 9, (2500, 32)).astype(np.float32)
+    largest = (hidden @ head.T).argmax(axis=-1)
+    for also in (2499, 1300, 130, 0):
+        again = head.copy()
+        again[also] = head[largest[0]]
+        assert int(kernels.argmax_head(jnp.asarray(hidden), jnp.asarray(again))[0]) == min(largest[0], also)
+    same = jnp.broadcast_to(jnp.asarray(head[:1]), head.shape)
+    np.testing.assert_array_equal(kernels.argmax_head(jnp.asarray(hidden), same), np.zeros(5))
+
+
+def test_argmax_head_finds_a_nan_before_infinity(kernels: Kernels):
+    hidden, head, _ = drawn(3, 16, 300, jnp.float32)
+    hidden = jnp.abs(hidden)
+    head = head.at[7].set(-jnp.inf).at[40].set(jnp.inf).at[250].set(jnp.inf)
+    np.testing.assert_array_equal(kernels.argmax_head(hidden, head), [40, 40, 40])
+    head = head.at[150].set(-jnp.nan).at[290].set(jnp.nan)
+    np.testing.assert_array_equal(kernels.argmax_head(hidden, head), [150, 150, 150])
+    np.testing.assert_array_equal(kernels.argmax_head(hidden, jnp.full_like(head, -jnp.inf)), [0, 0, 0])
+
+
+def test_argmax_head_takes_a_turned_head(kernels: Kernels):
+    hidden, head, logits = drawn(5, 16, 60, jnp.float32)
+    check_largest(kernels.argmax_head(hidden, Turned(head)), logits)
+
+
+# -- of logits ---------------------------------------------------------------------------------------------------------
 
 
 def test_ties_go_to_the_lowest_id():

@@ -138,6 +138,38 @@ def test_each_device_of_a_mesh_runs_its_own_heads():
     np.testing.assert_allclose(kernels.kv_inject(*args)[0][1:], reference.kv_inject(*args)[0][1:], rtol=1e-5, atol=1e-5)
 
 
+@pytest.mark.skipif(jax.device_count() < 2, reason="needs two devices")
+def test_every_device_of_a_mesh_decides_alike():
+    kernels = select("pallas", "cpu", make_mesh(jax.devices()[:2]))
+    ints = functools.partial(jnp.asarray, dtype=jnp.int32)
+    args = ints([7, 8]), ints([3, 6]), jnp.asarray([True, False]), ints([[2, 4, 5], [1, 3, 6]])
+    options = {"block": 4, "mask_id": 9, "page_size": 4}
+    mine, theirs = kernels.prepare_block(*args, **options), reference.prepare_block(*args, **options)
+    np.testing.assert_array_equal(np.stack(mine), np.stack(theirs))
+    block, target = ints([[7, 3, 4, 9], [8, 1, 1, 1]]), ints([[3, 4, 5, 1], [1, 1, 2, 2]])
+    args = block, target, target < 0, ints([3, 6]), ints([99, 9]), ints([[-1], [4]]), jnp.asarray([True, True])
+    for mine, theirs in zip(kernels.accept_bonus(*args), reference.accept_bonus(*args), strict=True):
+        np.testing.assert_array_equal(mine, theirs)
+
+
+def test_a_mesh_leaves_the_largest_of_the_head_to_xla():
+    """Its vocabulary is split, and only XLA's argmax looks at all parts."""
+    assert "argmax_head" in select("pallas", "cpu").reason
+    if jax.device_count() > 1:
+        kernels = select("pallas", "cpu", make_mesh(jax.devices()[:2]))
+        assert kernels.argmax_head is reference.argmax_head and "argmax_head" not in kernels.reason
+        assert kernels.prepare_block is not reference.prepare_block
+
+
+def test_tiles_of_the_head_hold_all_rows_and_tokens():
+    """Sizes of the real pairs: 4 MB of the head a step, the vocabulary in two lanes."""
+    one, many = tiles.head_tiles(15, 151936, 4096, 2), tiles.head_tiles(32 * 31, 151936, 4096, 2)
+    assert (one.rows, one.row_tiles, one.vocab, one.lanes) == (16, 1, 512, 2)
+    assert (many.rows, many.row_tiles) == (512, 2)
+    assert one.vocab * one.steps * one.lanes >= 151936 > one.vocab * (one.steps * one.lanes - 2)
+    assert tiles.head_tiles(3, 61, 32, 4).lanes == 1
+
+
 def test_one_device_needs_no_mesh():
     assert select("pallas", "tpu", make_mesh()).mesh is None
 

@@ -6,17 +6,25 @@ import jax
 import jax.numpy as jnp
 from jax import Array
 
-from dflash_jax.ops.reference.numerics import dot
+from dflash_jax.ops.reference.numerics import Turned, dot
 
 GROUP = 64  # neighbouring tokens that are looked at by their largest first
 
 
-def head_logits(hidden: Array, head: Array, multiplier: float = 1.0, softcap: float | None = None) -> Array:
+def head_logits(hidden: Array, head: Array | Turned, multiplier: float = 1.0, softcap: float | None = None) -> Array:
     """float32 logits [..., V] of hidden [..., H] by head [V, H], × multiplier, then softly capped at ±softcap."""
     logits = dot(hidden, head, contract=(1,), out=jnp.float32)
     if multiplier != 1.0:
         logits = logits * multiplier
     return logits if softcap is None else jnp.tanh(logits / softcap) * softcap
+
+
+def argmax_head(hidden: Array, head: Array | Turned, multiplier: float = 1.0, softcap: float | None = None) -> Array:
+    """int32 [...]: the largest of the `head_logits` of hidden [..., H], of equals the first.
+
+    A kernel need not write logits, and may tell apart what the softcap alone makes equal.
+    """
+    return first_largest(head_logits(hidden, head, multiplier, softcap))
 
 
 def first_largest(x: Array) -> Array:

@@ -1,0 +1,5 @@
+"""argmax_head for TPU."""
+
+from ..heads import argmax_head
+
+__all__ = ["argmax_head"]

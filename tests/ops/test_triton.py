@@ -1,0 +1,63 @@
+"""Triton's kernels for every chip that CUDA serves here: what each op launches at its named shapes is compiled."""
+
+from __future__ import annotations
+
+import jax
+import jax.numpy as jnp
+import pytest
+
+from dflash_jax.benchmark.op_cases import op_cases
+from dflash_jax.ops import dispatch
+from dflash_jax.ops.dispatch import Kernels
+from dflash_jax.ops.kernel_packages import kernel_names
+from dflash_jax.ops.shapes import find
+from ops.triton_host import HAVE_TRITON, Launch, recording
+
+pytestmark = [
+    pytest.mark.skipif(not HAVE_TRITON, reason="triton is not installed"),
+    pytest.mark.filterwarnings("ignore:.*Triton 3.10:UserWarning"),  # what 3.9 says of its successor
+]
+CHIPS = {80: "A100", 90: "H100, H200", 100: "B200"}
+NAMES = (
+    "smollm2-135m verify 1x16 over 512", "smollm2-135m draft 8x16 over 512", "qwen3-8b draft 1x16 over 2048",
+    "qwen3-8b verify 32x16 over 2048", "qwen3-8b draft 8x16 over 2048 window 512", "qwen3-8b prefill 1x512 over 2048",
+)  # fmt: skip
+SHARED_BYTES = {80: 163 << 10, 90: 227 << 10, 100: 227 << 10}  # that one program may have
+
+
+def launches(dtype: type) -> list[Launch]:
+    """What the ops launch at the named shapes, without what compiles alike.  Nothing is computed."""
+
+    def trace() -> None:
+        for case in (case for name in NAMES for case in op_cases(find(name), dtype)):
+            pools = () if case.pools is None else (case.pools,)
+            getattr(Kernels("triton"), case.op)(*pools, *case.arguments, **case.options)
+            used.add(case.op)
+
+    def key(one: Launch) -> str:
+        constants = {name: value for name, value in one.constants.items() if name != "layer"}
+        return repr((one.kernel, one.settings, constants, [x.dtype for x in (*one.arrays, *one.out)]))
+
+    used: set[str] = set()
+    dispatch._kernel.cache_clear()
+    with recording() as found:
+        jax.eval_shape(trace)
+    dispatch._kernel.cache_clear()
+    assert used >= set(kernel_names("triton"))
+    return list({key(one): one for one in found}.values())
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("chip", CHIPS, ids=CHIPS.values())
+def test_every_kernel_compiles(chip: int):
+    """Its code is for the chip, and a program's shared memory fits there."""
+    for one in launches(jnp.bfloat16):
+        made = one.compile(chip)
+        assert f".target sm_{chip}" in made.asm["ptx"] and made.asm["cubin"]
+        assert made.metadata.shared <= SHARED_BYTES[chip], (one.kernel, one.constants)
+
+
+def test_the_head_in_float32_compiles():
+    for one in launches(jnp.float32):
+        if one.kernel.fn.__name__ == "best_of_tiles":
+            assert one.compile(90).metadata.shared <= SHARED_BYTES[90]

@@ -1,0 +1,5 @@
+"""prepare_block for CUDA."""
+
+from ..call import prepare_block
+
+__all__ = ["prepare_block"]
