@@ -18,7 +18,7 @@ from dflash_jax.cache import Pool
 from dflash_jax.config import ConvConfig, DraftConfig
 from dflash_jax.layers import dot, layer_specs, norm_spec, project_out, project_qkv, rms_norm, rope_tables, swiglu
 from dflash_jax.models.decoder import Rows
-from dflash_jax.ops import GREEDY, GREEDY_BELOW, Kernels, align, top_tokens
+from dflash_jax.ops import Kernels, align, top_tokens
 from dflash_jax.params import Params, ParamSpec
 
 
@@ -159,8 +159,6 @@ def select_candidates(
     hidden [S, B−1, H] and logits float32 [S, B−1, V] of the rows after the anchor int32 [S].
     score(a → b) = logit[b] + ⟨A[a] ⊙ (W·h), S[b]⟩, each position choosing given the one before
     (greedily, or as `rows` choose: a sample of softmax(score / T) where the request samples).
-    The first position of a request that samples is drawn from all tokens by their logits alone: the token before it is
-    known to the draft itself, and at T = 1 a quarter of the target's draws are none of the candidates.
     """
     assert config.selector is not None
     p = params["selector"]
@@ -172,9 +170,6 @@ def select_candidates(
         scores, here = (unary[:, k] + pair)[:, None], candidates[:, k : k + 1]
         best = rows.choose(scores, rows.positions[:, k + 1 : k + 2], here) if rows else scores.argmax(axis=-1)
         previous = jnp.take_along_axis(here[:, 0], best, axis=1)[:, 0].astype(jnp.int32)
-        if k == 0 and rows and rows.sampling is not None and rows.mode != GREEDY:
-            drawn = rows.choose(logits[:, :1], rows.positions[:, 1:2])[:, 0].astype(jnp.int32)
-            previous = jnp.where(rows.sampling.temperature < GREEDY_BELOW, previous, drawn)
         path.append(previous)
     return jnp.stack(path, axis=1)
 

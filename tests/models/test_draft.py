@@ -5,8 +5,7 @@ from __future__ import annotations
 import dataclasses
 import functools
 import json
-from types import SimpleNamespace
-from typing import Any, cast
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -160,32 +159,6 @@ def test_the_selector_by_definition(top_k: int):
     np.testing.assert_array_equal(found, expected)
     if top_k == 1:
         np.testing.assert_array_equal(found, logits.argmax(-1))
-
-
-class Draws:
-    """Requests that sample at temperatures 1, 0 and 1, and draw token 7 wherever they draw from all of them."""
-
-    mode, sampling = SAMPLE, SimpleNamespace(temperature=jnp.asarray([1.0, 0.0, 1.0]))
-    positions = jnp.arange(18).reshape(3, 6)
-
-    def choose(self, logits: jax.Array, positions: jax.Array, ids: jax.Array | None = None) -> jax.Array:
-        assert positions.shape == logits.shape[:2] and (ids is None) == (logits.shape[2] == 30)
-        return jnp.full(positions.shape, 7) if ids is None else logits.argmax(axis=-1)
-
-
-def test_where_a_request_samples_its_first_draft_is_drawn_from_all_tokens():
-    """And what follows is chosen given it; a greedy request beside it has the candidates alone."""
-    keys = jax.random.split(jax.random.key(0), 5)
-    tables = {name: jax.random.normal(keys[i], (30, 4)) for i, name in enumerate(("predecessor", "successor"))}
-    params: Any = {"selector": {**tables, "hidden": jax.random.normal(keys[2], (8, 4))}}
-    hidden, logits = jax.random.normal(keys[3], (3, 5, 8)), jax.random.normal(keys[4], (3, 5, 30)).at[..., 7].add(-9.0)
-    config, anchor, rows = draft_config(selector=SelectorConfig(4, 3)), jnp.asarray([4, 0, 29]), Draws()
-    chosen = select_candidates(params, config, hidden, logits, anchor)
-    found = select_candidates(params, config, hidden, logits, anchor, cast(Rows, rows))
-    assert found[:, 0].tolist() == [7, int(chosen[1, 0]), 7] and not (chosen == 7).any()
-    np.testing.assert_array_equal(found[1], chosen[1])
-    after = select_candidates(params, config, hidden[:, 1:], logits[:, 1:], jnp.full(3, 7))
-    np.testing.assert_array_equal(found[::2, 1:], after[::2])
 
 
 # -- rotary settings of the draft ----------------------------------------------------------------------------------
