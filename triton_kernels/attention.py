@@ -126,7 +126,7 @@ def attend(
     ok = (row < B)[:, None] & inside[None, :]
     q = tl.load(q_ref + at_q[:, None] + d[None, :], mask=ok, other=0.0)
     length = tl.load(lengths_ref + s)
-    best, total, mixed = _committed(
+    best, total, mixed = _committed(  # pyright: ignore[reportGeneralTypeIssues]
         q, pool_ref, table_ref, s, g, row, tile * M // R, length, share, scale, W, G, C, D, BD, M, T, SHARES, WINDOW,
         IEEE,
     )  # fmt: skip

@@ -119,6 +119,7 @@ def test_soft_rows_ask_the_target_after_the_true_token_before_them():
 def test_a_soft_selector_follows_the_target_among_its_candidates():
     """Half of what it is to say is the label, half the target's own distribution over the same candidates."""
     params, config, target, hidden, blocks = case(V2)
+    assert config.selector is not None
     pair = goldens.pair(V2)
     last = target_hidden(target, pair.target, batch_of(pair).tokens, config.taps).last
     hard = score_blocks(params, config, target, hidden, blocks, LossConfig()).selector_ce
