@@ -61,27 +61,26 @@ def dense_attention(
 
     A block sees the first `lengths` int32 [S·A] rows of its sequence's context, within `window` if given, and all of
     itself, or only back if `causal`.  Block row i sits at position lengths + i.
+
+    Heads come first, so that all products are plain ones, row after row.  With tokens first XLA laid the weights out
+    with the R queries of a key innermost, or the B rows of a block, and on an H200 that took longer than all else here.
     """
     if context is None:
         return _self_attention(q, kv, block_mask(q.shape[1], causal, window))
     blocks, b, n, d = q.shape
-    s = context.shape[0]
-    q = q.reshape(s, blocks // s, b, kv.shape[3], -1, d)
-    kv = kv.reshape(s, blocks // s, *kv.shape[1:])
-    own = _scores("sabgrd,sacgd->sgabrc", q, kv[:, :, :, 0], block_mask(b, causal, window)[None, None, None, :, None])
-    seen = context_mask(lengths.reshape(s, -1), context.shape[1], b, window)[:, None, :, :, None]
-    before = _scores("sabgrd,stgd->sgabrt", q, context[:, :, 0], seen)
-    own, before = _softmax([own, before])
-    out = _mixed("sgabrc,sacgd->sabgrd", own, kv[:, :, :, 1]) + _mixed("sgabrt,stgd->sabgrd", before, context[:, :, 1])
-    return out.reshape(blocks, b, n, d)
+    s, g = context.shape[0], kv.shape[3]
+    heads = q.reshape(s, blocks // s, b, g, -1, d).transpose(0, 3, 1, 4, 2, 5)  # [S, G, A, R, B, D]
+    own_keys, own_values = kv.reshape(s, blocks // s, b, 2, g, d).transpose(3, 0, 4, 1, 2, 5)
+    keys, values = context.transpose(2, 0, 3, 1, 4)
+    seen = context_mask(lengths.reshape(s, -1), context.shape[1], b, window)[:, None, :, None]
+    own = _scores("sgarbd,sgacd->sgarbc", heads, own_keys, block_mask(b, causal, window)[None, None, None, None])
+    own, before = _softmax([own, _scores("sgarbd,sgtd->sgarbt", heads, keys, seen)])
+    out = _mixed("sgarbc,sgacd->sgarbd", own, own_values) + _mixed("sgarbt,sgtd->sgarbd", before, values)
+    return out.transpose(0, 2, 4, 1, 3, 5).reshape(blocks, b, n, d)
 
 
 def _self_attention(q: Array, kv: Array, seen: Array) -> Array:
-    """q [S, T, N, D] and kv [S, T, 2, G, D] of whole sequences among themselves; seen bool [T, T].
-
-    Heads come first, so that both products are plain ones, row after row.  With tokens first XLA laid the weights out
-    with the R queries of a key innermost, and on an H200 writing them so took a tenth of a step.
-    """
+    """q [S, T, N, D] and kv [S, T, 2, G, D] of whole sequences among themselves; seen bool [T, T]."""
     s, t, n, d = q.shape
     heads = q.reshape(s, t, kv.shape[3], -1, d).transpose(0, 2, 3, 1, 4)
     keys, values = kv.transpose(2, 0, 3, 1, 4)
@@ -91,10 +90,7 @@ def _self_attention(q: Array, kv: Array, seen: Array) -> Array:
 
 
 def _softmax(parts: list[Array]) -> list[Array]:
-    """Softmax over the last axes of all parts together, without laying them side by side.
-
-    Scores stand in the order in which a product writes them, (s, g), then (a, b, r): any other costs a copy of all.
-    """
+    """Softmax over the last axes of all parts together, without laying them side by side."""
     top = jax.lax.stop_gradient(functools.reduce(jnp.maximum, [x.max(axis=-1, keepdims=True) for x in parts]))
     raised = [jnp.exp(x - top) for x in parts]
     total = sum(x.sum(axis=-1, keepdims=True) for x in raised)
