@@ -54,11 +54,14 @@ def global_norm(tree: Any) -> Array:
 def _clipped(most: float) -> optax.GradientTransformation:
     """As `optax.clip_by_global_norm`."""
 
-    def update(gradients: Any, state: Any, params: Any = None) -> tuple[Any, Any]:
-        norm = global_norm(gradients)
-        return jax.tree.map(lambda g: jnp.where(norm < most, g, g / norm * most), gradients), state
+    def init(params: Any) -> optax.EmptyState:
+        return optax.EmptyState()
 
-    return optax.GradientTransformation(lambda _: optax.EmptyState(), update)
+    def update(updates: Any, state: Any, params: Any = None) -> tuple[Any, Any]:
+        norm = global_norm(updates)
+        return jax.tree.map(lambda g: jnp.where(norm < most, g, g / norm * most), updates), state
+
+    return optax.GradientTransformation(init, update)
 
 
 def _is_matrix(params: Params) -> Any:
@@ -82,11 +85,11 @@ def _orthogonal() -> optax.GradientTransformation:
     def init(params: Any) -> contrib.MuonState:
         return contrib.MuonState(jnp.zeros((), jnp.int32), jax.tree.map(jnp.zeros_like, params), jnp.asarray(_QUINTIC))
 
-    def update(gradients: Any, state: contrib.MuonState, params: Any = None) -> tuple[Any, contrib.MuonState]:
+    def update(updates: Any, state: Any, params: Any = None) -> tuple[Any, contrib.MuonState]:
         count = jnp.asarray(state.count) + 1
-        mean = jax.tree.map(lambda m, g: _MOMENTUM * m + (1 - _MOMENTUM) * g, state.mu, gradients)
+        mean = jax.tree.map(lambda m, g: _MOMENTUM * m + (1 - _MOMENTUM) * g, state.mu, updates)
         ahead, now = _MOMENTUM / (1 - _MOMENTUM ** (count + 1)), (1 - _MOMENTUM) / (1 - _MOMENTUM**count)
-        nesterov = jax.tree.map(lambda m, g: ahead * m + now * g, mean, gradients)
+        nesterov = jax.tree.map(lambda m, g: ahead * m + now * g, mean, updates)
         mean, nesterov = jax.lax.optimization_barrier((mean, nesterov))  # or each is computed where it is used, twice
         return _orthogonalised(nesterov), contrib.MuonState(count, mean, state.ns_coeffs)
 
