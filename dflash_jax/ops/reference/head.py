@@ -63,7 +63,8 @@ def top_tokens(x: Array, k: int) -> tuple[Array, Array]:
     which = jnp.sort(jax.lax.top_k(maxima, k)[1], axis=-1)  # ascending, so that of equals the first stands first
     among = jnp.take_along_axis(groups, which[..., None], axis=-2).reshape(*x.shape[:-1], -1)
     # Sliced right after, XLA on CPU no longer sees that this is a top-k, and sorts instead.
-    best, at = jax.lax.optimization_barrier(jax.lax.top_k(among, k))
+    # One barrier for each: XLA's pass over top-k aborts (jax 0.10.2) where a barrier takes both out of it at once.
+    best, at = map(jax.lax.optimization_barrier, jax.lax.top_k(among, k))
     return best, jnp.take_along_axis(which, at // GROUP, axis=-1) * GROUP + at % GROUP
 
 
