@@ -66,9 +66,9 @@ head_ce.defvjp(_forward, _backward)
 def _slice(head: Head, weight: Array, differentiate: bool, rows: Rows) -> Found:
     products = dot(rows.hidden, weight, contract=(1,), out=jnp.float32)
     logits, slope = capped(head, products)
-    total = jax.nn.logsumexp(logits, axis=-1, keepdims=True)
-    own = jnp.take_along_axis(logits, rows.labels[:, None], axis=-1)
-    ce, best = (total - own)[:, 0], top_tokens(logits, head.best)[1]
+    largest, best = top_tokens(logits, head.best)
+    total = _logsumexp(logits, largest[:, :1])
+    ce = (total - jnp.take_along_axis(logits, rows.labels[:, None], axis=-1))[:, 0]
     wanted = None if rows.teacher is None else jax.nn.softmax(teacher_logits(head, weight, rows.teacher), axis=-1)
     if wanted is not None:
         ce = (1 - head.soft) * ce + head.soft * (total[:, 0] - (wanted * logits).sum(axis=-1))
@@ -81,6 +81,11 @@ def _slice(head: Head, weight: Array, differentiate: bool, rows: Rows) -> Found:
     if slope is not None:
         push, label = push * slope, label * jnp.take_along_axis(slope, rows.labels[:, None], axis=-1)
     return Found(ce, best, dot(push.astype(weight.dtype), weight, out=jnp.float32) - label)
+
+
+def _logsumexp(x: Array, largest: Array) -> Array:
+    """log Σ exp x over the last axis of x [N, V], which is kept; `largest` [N, 1] saves looking for it once more."""
+    return largest + jnp.log(jnp.exp(x - largest).sum(axis=-1, keepdims=True))
 
 
 def teacher_logits(head: Head, weight: Array, hidden: Array) -> Array:

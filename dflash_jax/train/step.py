@@ -20,7 +20,7 @@ from dflash_jax.train.blocks import Batch, make_blocks, sample_anchors
 from dflash_jax.train.config import TrainConfig
 from dflash_jax.train.forward import draft_hidden, target_hidden
 from dflash_jax.train.loss import Sums, loss_sums, metrics, score_blocks
-from dflash_jax.train.optimizer import make_optimizer, schedule
+from dflash_jax.train.optimizer import global_norm, make_optimizer, schedule
 
 DATA = "data"
 Anchors = tuple[Array, Array]
@@ -109,11 +109,6 @@ def _on_each(mesh: Mesh, function: Any, dealt: PartitionSpec) -> Any:
     return jax.shard_map(
         function, mesh=mesh, in_specs=(everywhere, everywhere, dealt), out_specs=everywhere, check_vma=False
     )
-
-
-def global_norm(tree: Any) -> Array:
-    """√Σx² over all arrays of a tree."""
-    return jnp.sqrt(sum((jnp.square(x).sum() for x in jax.tree.leaves(tree)), jnp.zeros(())))
 
 
 def _no_sums(block_size: int) -> Sums:

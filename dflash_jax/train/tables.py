@@ -7,6 +7,7 @@ name the same token: on an H200 that was two thirds of a step.
 from __future__ import annotations
 
 import functools
+from collections.abc import Callable
 
 import jax
 import jax.numpy as jnp
@@ -33,8 +34,7 @@ def _rows(slices: int, table: Array, ids: Array) -> Array:
 
 def _rows_backward(slices: int, kept: tuple[Array, Array], gradient: Array) -> tuple[Array, np.ndarray]:
     table, ids = kept
-    ones = jnp.ones((*ids.shape, 1), gradient.dtype)
-    return _table_gradient(slices, table, ids[..., None], ones, gradient), _no_gradient(ids)
+    return _table_gradient(slices, table, _ones, gradient, ids), _no_gradient(ids)
 
 
 _rows.defvjp(lambda slices, table, ids: (table[ids], (table, ids)), _rows_backward)
@@ -55,29 +55,40 @@ def _pairs_backward(slices: int, kept: tuple[Array, ...], gradient: Array) -> tu
     table, left, candidates = kept
     right = table[candidates].astype(jnp.float32)
     to_left = (gradient[..., None] * right).sum(axis=-2).astype(left.dtype)
-    return _table_gradient(slices, table, candidates, gradient, left), to_left, _no_gradient(candidates)
+    return _table_gradient(slices, table, _spread, left, candidates, gradient), to_left, _no_gradient(candidates)
 
 
 _pairs.defvjp(_pairs_forward, _pairs_backward)
 
 
-def _table_gradient(slices: int, table: Array, ids: Array, weights: Array, vectors: Array) -> Array:
-    """Σ over rows n and k of weights[n, k] · vectors[n], into row ids[n, k] of a gradient shaped as `table`.
+def _table_gradient(
+    slices: int, table: Array, over_vocabulary: Callable[..., Array], vectors: Array, *named: Array
+) -> Array:
+    """Σ over rows n of `over_vocabulary(V, dtype, *named)`[n, v] · vectors[n], into row v of a gradient like `table`.
 
-    The weights of a slice of rows are spread over the vocabulary, where no two of a row meet; then it is one product.
+    A slice of rows at a time is laid over the vocabulary, where no two of a row meet; then it is one product.
     """
 
-    def add(total: Array, part: tuple[Array, Array, Array]) -> tuple[Array, None]:
-        ids, weights, vectors = part
-        spread = jnp.zeros((len(ids), len(table)), vectors.dtype)
-        at = jnp.arange(len(ids), dtype=ids.dtype)[:, None]
-        spread = spread.at[at, ids].set(weights.astype(vectors.dtype), unique_indices=True)
-        exact = precision(vectors.dtype)
-        found = jnp.einsum("nv,nr->vr", spread, vectors, precision=exact, preferred_element_type=jnp.float32)
+    def add(total: Array, part: tuple[Array, ...]) -> tuple[Array, None]:
+        vectors, *named = part
+        weights, exact = over_vocabulary(len(table), vectors.dtype, *named), precision(vectors.dtype)
+        found = jnp.einsum("nv,nr->vr", weights, vectors, precision=exact, preferred_element_type=jnp.float32)
         return total + found, None
 
-    ids, weights, vectors = (x.reshape(slices, -1, x.shape[-1]) for x in (ids, weights, vectors))
-    return jax.lax.scan(add, jnp.zeros(table.shape, jnp.float32), (ids, weights, vectors))[0].astype(table.dtype)
+    rows, last = vectors.ndim - 1, vectors.shape[-1:]
+    parts = vectors.reshape(slices, -1, *last), *(x.reshape(slices, -1, *x.shape[rows:]) for x in named)
+    return jax.lax.scan(add, jnp.zeros(table.shape, jnp.float32), parts)[0].astype(table.dtype)
+
+
+def _ones(vocab: int, dtype: jnp.dtype, ids: Array) -> Array:
+    """[N, V], 1 at ids[n].  A comparison, which XLA on a GPU can make part of the product, and then never stores."""
+    return (ids[:, None] == jnp.arange(vocab, dtype=ids.dtype)[None]).astype(dtype)
+
+
+def _spread(vocab: int, dtype: jnp.dtype, ids: Array, weights: Array) -> Array:
+    """[N, V], weights[n, k] at ids[n, k]."""
+    at = jnp.arange(len(ids), dtype=ids.dtype)[:, None]
+    return jnp.zeros((len(ids), vocab), dtype).at[at, ids].set(weights.astype(dtype), unique_indices=True)
 
 
 def _no_gradient(ids: Array) -> np.ndarray:
