@@ -241,11 +241,11 @@ def _automatic(platform: str) -> tuple[Kernels, str]:
     """The platform's own backend; XLA where there is none or it cannot be used, which is said."""
     for backend, home in PLATFORMS.items():
         if home == platform:
-            reason = missing(backend, platform)
-            chosen = backend if reason is None else "xla"
-            spared = UNTRIED.get(chosen, ())
-            why = f"auto; never timed on a chip: its {', '.join(spared)}" if spared else "auto"
-            return Kernels(chosen, spared=spared), f" ({why if reason is None else f'auto; not {backend}: {reason}'})"
+            if reason := missing(backend, platform):
+                return Kernels("xla"), f" (auto; not {backend}: {reason})"
+            spared = UNTRIED.get(backend, ())
+            left = f"; never timed on a chip: its {', '.join(spared)}" if spared else ""
+            return Kernels(backend, spared=spared), f" (auto{left})"
     return Kernels("xla"), f" on {platform} (auto)"
 
 
