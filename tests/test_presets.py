@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+import json
+
 import pytest
 
+from dflash_jax.demo import demo_draft_path
 from dflash_jax.errors import UserError
 from dflash_jax.presets import list_presets, load_preset
 
@@ -32,10 +35,15 @@ def test_an_unknown_kind_is_refused():
 def test_taps_follow_the_default_rule(name):
     """N target layers, n draft layers: round(1 + i * (N - 4) / (n - 1)), written out here by hand."""
     preset = load_preset(name)
-    layers, taps = preset["target"]["num_hidden_layers"], preset["draft"]["num_hidden_layers"]
+    layers, taps = preset["target"]["num_hidden_layers"], len(preset["draft"]["dflash_config"]["target_layer_ids"])
     expected = [round(1 + i * (layers - 4) / (taps - 1)) for i in range(taps)]
     assert preset["draft"]["dflash_config"]["target_layer_ids"] == expected
     assert preset["draft"]["num_target_layers"] == layers
+
+
+def test_the_small_pair_is_the_one_that_ships():
+    shipped = demo_draft_path()
+    assert shipped and load_preset("smollm2-135m")["draft"] == json.loads((shipped / "config.json").read_text())
 
 
 @pytest.mark.parametrize("name", MODELS)

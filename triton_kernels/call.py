@@ -84,7 +84,7 @@ class _Attention:
     ) -> _Attention:
         s, b, n, d = shape
         g, size, width, exact = pool.shape[2], pool.shape[3], page_table.shape[1], dtype == jnp.float32
-        tiles = attention_tiles(s, b, g, n // g, width * size, exact)
+        tiles = attention_tiles(s, b, g, n // g, d, width * size, exact)
         constants = {
             "scale": d**-0.5, "B": b, "W": width, "G": g, "R": n // g, "C": size, "D": d, "BD": power_of_two(d),
             "M": tiles.rows, "T": tiles.tokens, "BT": tiles.own_tokens, "SHARES": tiles.shares, "CAUSAL": causal,

@@ -1,13 +1,26 @@
-"""How work is cut: sizes of tiles and shares by shape, for chips of compute capability 9.0 (measured) and others.
+"""How work is cut: sizes of tiles and shares by shape.
 
-Plain numbers, no triton: tests read them without a GPU.
+Rules of thumb serve any chip; `tuned.json` says what a chip did better with, as
+`python -m dflash_jax.benchmark tune` measured it.  Plain numbers, no triton: tests read them without a GPU.
 """
 
 from __future__ import annotations
 
+import contextlib
+import functools
+import json
+import math
+from collections.abc import Iterator
+from contextvars import ContextVar
 from dataclasses import dataclass
+from pathlib import Path
+from typing import NamedTuple
+
+import jax
 
 PROGRAMS = 264  # to keep 132 multiprocessors busy, two programs on each
+MOST_SHARES = 32
+TUNED = Path(__file__).with_name("tuned.json")
 
 
 @dataclass(frozen=True)
@@ -31,14 +44,74 @@ def power_of_two(n: int, least: int = 16) -> int:
     return size
 
 
-def attention_tiles(requests: int, rows: int, kv_heads: int, group: int, width: int, float32: bool) -> Tiles:
+class Load(NamedTuple):
+    """What a launch of attention has to do: requests · key/value heads, rows · query heads of each, and head_dim D."""
+
+    streams: int
+    lanes: int
+    head_dim: int
+    float32: bool
+
+
+class Cut(NamedTuple):
+    """A way to do it: as in `Tiles`, but for `programs`, how many of them the shares should make in all."""
+
+    lanes: int
+    tokens: int
+    warps: int
+    stages: int
+    programs: int
+
+
+def attention_tiles(
+    requests: int, rows: int, kv_heads: int, group: int, head_dim: int, width: int, float32: bool
+) -> Tiles:
     """For `rows` rows of `group` query heads on each of `kv_heads`, over tables of `width` committed tokens at most."""
-    lanes = min(power_of_two(rows * group), 32 if float32 else 64)
-    tiles = -(-rows * group // lanes)
-    tokens = 32 if float32 else 64
-    wanted = PROGRAMS // (requests * kv_heads * tiles)
-    shares = max(1, min(wanted, -(-width // (2 * tokens)), 32))
-    return Tiles(lanes, tokens, 16 if rows <= 16 else tokens, shares, warps=4, stages=2 if float32 else 3)
+    load = Load(requests * kv_heads, rows * group, head_dim, float32)
+    cut = _FORCED.get() or tuned(load, _chip()) or rule_of_thumb(load)
+    wanted = cut.programs // (load.streams * -(-load.lanes // cut.lanes))
+    shares = max(1, min(wanted, -(-width // (2 * cut.tokens)), MOST_SHARES))
+    return Tiles(cut.lanes, cut.tokens, 16 if rows <= 16 else cut.tokens, shares, cut.warps, cut.stages)
+
+
+def rule_of_thumb(load: Load) -> Cut:
+    if load.float32:
+        return Cut(min(power_of_two(load.lanes), 32), 32, warps=4, stages=2, programs=PROGRAMS)
+    return Cut(min(power_of_two(load.lanes), 64), 64, warps=4, stages=3, programs=PROGRAMS)
+
+
+def tuned(load: Load, chip: str | None) -> Cut | None:
+    """What was best on `chip` (a compute capability) for such rows at the nearest number of streams; None: unknown."""
+    alike = [(one, cut) for of, one, cut in _table() if of == chip and one._replace(streams=load.streams) == load]
+    if not alike:
+        return None
+    return min(alike, key=lambda pair: abs(math.log2(pair[0].streams / load.streams)))[1]
+
+
+@contextlib.contextmanager
+def forced(cut: Cut) -> Iterator[None]:
+    """Every launch traced within is cut so: to try it."""
+    token = _FORCED.set(cut)
+    try:
+        yield
+    finally:
+        _FORCED.reset(token)
+
+
+_FORCED: ContextVar[Cut | None] = ContextVar("cut", default=None)
+
+
+@functools.cache
+def _table() -> list[tuple[str, Load, Cut]]:
+    if not TUNED.is_file():
+        return []
+    rows = json.loads(TUNED.read_text(encoding="utf-8"))
+    return [(row["chip"], Load(**row["load"]), Cut(**row["cut"])) for row in rows]
+
+
+def _chip() -> str | None:
+    """The compute capability of the device; None where there is no CUDA."""
+    return getattr(jax.devices()[0], "compute_capability", None)
 
 
 @dataclass(frozen=True)

@@ -11,7 +11,7 @@ from dflash_jax.errors import UserError
 
 EXIT_USER_ERROR, EXIT_INTERRUPTED = 2, 130
 COMMANDS = {"run": ("run", "run"), "compare": ("compare", "compare"), "kernels": ("kernels", "kernels"),
-            "round": ("round_report", "report_round")}  # fmt: skip
+            "round": ("round_report", "report_round"), "tune": ("tune", "tune")}  # fmt: skip
 NEEDED = ("rich", "httpx")
 
 

@@ -15,6 +15,7 @@ from dflash_jax.ops import Kernels, SamplingRows, token_locations
 from dflash_jax.ops.shapes import DRAFT, PREFILL, VERIFY, Shape
 
 EPS, MASK_ID, STOP_IDS = 1e-6, 5, 16
+ENOUGH_BYTES = 1 << 28
 OPS = {
     VERIFY: ("prepare_block", "cache_write", "block_attention", "verify_attention", "head_logits", "sample_tokens",
              "accept_bonus", "kv_inject"),
@@ -39,25 +40,39 @@ class OpCase:
     pools: Any = None
     take: Callable[[Any], Any] = lambda result: None
 
-    def launcher(self, kernels: Kernels) -> Callable[[], Any]:
-        """A function that launches the op once; pools are donated and handed on."""
+    def launcher(self, kernels: Kernels, times: int = 1) -> Callable[[], Any]:
+        """A function that launches one program with the op in it `times` times, each on arrays of its own.
+
+        So a chip's launch counts once, and no run finds in a cache what another read: the first of the arguments, or
+        the pools, are there `times` times.  Pools are donated and handed on.
+        """
         op = functools.partial(getattr(kernels, self.op), **self.options)
-        first = 0 if self.pools is None else 1
+        lead, *rest = self.arguments if self.pools is None else (self.pools, *self.arguments)
+        leads = tuple(jax.tree.map(jnp.copy, lead) for _ in range(times))
         # Numbers are constants of a kernel: they must not become arrays.
-        static = [i for i, value in enumerate(self.arguments, first) if isinstance(value, float)]
+        arrays = tuple(None if isinstance(value, float) else value for value in rest)
+
+        def program(leads: Any, arrays: Any) -> Any:
+            given = [value if array is None else array for array, value in zip(arrays, rest, strict=True)]
+            return [op(first, *given) for first in leads]
+
         if self.pools is None:
-            compiled = jax.jit(op, static_argnums=static)
-            return lambda: compiled(*self.arguments)
-        compiled = jax.jit(op, static_argnums=static, donate_argnums=0)
-        pools = jax.tree.map(jnp.copy, self.pools)
+            compiled = jax.jit(program)
+            return lambda: compiled(leads, arrays)
+        in_place = jax.jit(program, donate_argnums=0)
 
         def launch() -> Any:
-            nonlocal pools
-            result = compiled(pools, *self.arguments)
-            pools = self.take(result)
-            return pools
+            nonlocal leads
+            leads = tuple(map(self.take, in_place(leads, arrays)))
+            return leads
 
         return launch
+
+    @property
+    def times(self) -> int:
+        """How often a program should have it, to be longer than its launch and to leave a chip's caches behind."""
+        size = max(self.moved_bytes, sum(x.nbytes for x in jax.tree.leaves(self.pools)))
+        return max(2, min(32, ENOUGH_BYTES // size))
 
 
 class Draw:

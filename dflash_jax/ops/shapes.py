@@ -14,7 +14,9 @@ VERIFY, DRAFT, PREFILL = "verify", "draft", "prefill"
 
 @dataclasses.dataclass(frozen=True)
 class ModelShape:
-    """What a pair fixes: widths, heads (target and draft alike), vocabulary, block size, draft layers and taps."""
+    """What a model fixes: widths, heads, vocabulary, block size, and the draft's layers and taps.
+
+    Target and draft are one shape where they have the same heads."""
 
     name: str
     hidden: int
@@ -37,7 +39,8 @@ class ModelShape:
 class Shape:
     """One launch: S requests of B rows each over at most `committed` tokens, in pages of `page_size` tokens.
 
-    Every op of the launch takes its sizes from here.  `window` in tokens, None for full attention.
+    Every op of the launch takes its sizes from here.  `window` in tokens, None for full attention; each: all requests
+    have as many tokens, not one of them.
     """
 
     model: ModelShape
@@ -47,12 +50,14 @@ class Shape:
     committed: int
     page_size: int = 16
     window: int | None = None
+    each: bool = False
 
     @property
     def name(self) -> str:
         """For example `qwen3-8b verify 8x16 over 2048`."""
         window = f" window {self.window}" if self.window else ""
-        return f"{self.model.name} {self.role} {self.requests}x{self.rows} over {self.committed}{window}"
+        each = " each" if self.each else ""
+        return f"{self.model.name} {self.role} {self.requests}x{self.rows} over {self.committed}{each}{window}"
 
     @property
     def causal(self) -> bool:
@@ -70,21 +75,26 @@ class Shape:
         return self.requests * self.pages_per_slot + 1
 
     def lengths(self) -> tuple[int, ...]:
-        """Committed tokens of each request: evenly spread up to `committed`, which one of them has."""
+        """Committed tokens of each request: `committed`, or evenly spread up to it, which one of them has."""
+        if self.each:
+            return (self.committed,) * self.requests
         return tuple(self.committed * (i + 1) // self.requests for i in range(self.requests))
 
 
 QWEN3_4B = ModelShape("qwen3-4b", 2560, 32, 8, 128, 151936, 16, 5, 5)
 QWEN3_8B = ModelShape("qwen3-8b", 4096, 32, 8, 128, 151936, 16, 5, 5)
 LLAMA_8B = ModelShape("llama-3.1-8b", 4096, 32, 8, 128, 128256, 10, 5, 5, qk_norm=False)
-SMOLLM2 = ModelShape("smollm2-135m", 576, 9, 3, 64, 49152, 16, 3, 3, qk_norm=False)
+SMOLLM2 = ModelShape("smollm2-135m", 576, 9, 3, 64, 49152, 8, 4, 4, qk_norm=False)
+SMOLLM2_DRAFT = dataclasses.replace(SMOLLM2, kv_heads=9)
 MODELS = (QWEN3_4B, QWEN3_8B, LLAMA_8B, SMOLLM2)
 
 
-def _rounds(model: ModelShape, committed: int) -> tuple[Shape, ...]:
+def _rounds(model: ModelShape, committed: int, draft: ModelShape | None = None) -> tuple[Shape, ...]:
     """Verify and draft passes of 1, 8 and 32 requests."""
     return tuple(
-        Shape(model, role, requests, model.block, committed) for role in (VERIFY, DRAFT) for requests in (1, 8, 32)
+        Shape(of, role, requests, of.block, committed)
+        for of, role in ((model, VERIFY), (draft or model, DRAFT))
+        for requests in (1, 8, 32)
     )
 
 
@@ -95,11 +105,12 @@ def _prefills(model: ModelShape) -> tuple[Shape, ...]:
 
 REAL: tuple[Shape, ...] = (
     *_rounds(QWEN3_8B, 2048), *_prefills(QWEN3_8B),
+    Shape(QWEN3_8B, VERIFY, 32, 16, 4000, each=True),
     Shape(QWEN3_8B, VERIFY, 1, 16, 32768), Shape(QWEN3_8B, DRAFT, 1, 16, 32768),
     Shape(QWEN3_8B, DRAFT, 8, 16, 2048, window=512),
     *_rounds(LLAMA_8B, 2048), *_prefills(LLAMA_8B),
     *_rounds(QWEN3_4B, 2048),
-    *_rounds(SMOLLM2, 512), *_prefills(SMOLLM2),
+    *_rounds(SMOLLM2, 512, SMOLLM2_DRAFT), *_prefills(SMOLLM2),
 )  # fmt: skip
 
 # Every head dimension, group size and role of interest, with odd lengths, windows and page sizes.

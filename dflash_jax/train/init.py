@@ -2,15 +2,20 @@
 
 from __future__ import annotations
 
+import dataclasses
 import math
+from pathlib import Path
 from typing import Any
 
 import jax
 import jax.numpy as jnp
 
-from dflash_jax.config import DraftConfig
+from dflash_jax.config import DraftConfig, TargetConfig
+from dflash_jax.errors import UserError
 from dflash_jax.models.dflash import draft_specs
 from dflash_jax.params import Params, ParamSpec, build, walk
+from dflash_jax.sharding import make_mesh
+from dflash_jax.weights import load_params, open_draft
 
 _FAN_IN_AXES = {"attn.o": 2}  # of [N, D, H] both N and D are summed over; of all other matrices the first axis
 
@@ -38,6 +43,16 @@ def like_target(config: DraftConfig, target: Params, params: Params) -> Params:
     if len(last) < len(layers):
         return {**params, **same}
     return {**params, **same, "layers": tuple(map(_copied, layers, last))}
+
+
+def read_params(folder: Path, config: DraftConfig, target: TargetConfig) -> Params:
+    """The float32 parameters of the draft in `folder`.  UserError where it is not one of configuration `config`."""
+    opened = open_draft(folder, target)
+    own, wanted = dataclasses.asdict(opened.config), dataclasses.asdict(config)
+    others = [f"{name} {own[name]} instead of {wanted[name]}" for name in wanted if own[name] != wanted[name]]
+    if others:
+        raise UserError(f"the draft in {folder} is not of the recipe's shape: {'; '.join(others)}")
+    return load_params(draft_specs(config), opened.table, opened.source, jnp.float32, make_mesh())
 
 
 def _copied(own: Any, other: Any) -> Any:

@@ -58,7 +58,8 @@ class Data(DataConfig):
 class Plan:
     """`[train]`: `parts` times `sequences` texts of at most `length` tokens a step; the rest as in `TrainConfig` and
     `LossConfig`.  Held-out texts are measured, and the state kept, every `save_every` steps.
-    start: `random`, or `target` for a draft that begins with the target's last layers."""
+    start: `random`, `target` for a draft that begins with the target's last layers, or the folder of a draft of this
+    shape, which is then trained further."""
 
     steps: int
     sequences: int
@@ -83,8 +84,8 @@ class Plan:
     save_every: int = 1000
 
     def __post_init__(self) -> None:
-        if self.start not in STARTS:
-            raise UserError(f"[train] start {self.start!r} is not one of {', '.join(STARTS)}")
+        if self.start not in STARTS and not Path(self.start).is_dir():
+            raise UserError(f"[train] start {self.start!r} is neither {' nor '.join(STARTS)} nor a draft's folder")
 
     def config(self, target: TargetConfig, draft: DraftConfig) -> TrainConfig:
         loss = LossConfig(

@@ -21,6 +21,7 @@ from dflash_jax.demo import demo_target_path
 from dflash_jax.engine.engine import Engine
 from dflash_jax.engine.settings import EngineSettings
 from dflash_jax.errors import UserError
+from dflash_jax.params import Params
 from dflash_jax.sharding import make_mesh
 from dflash_jax.train.checkpoint import Checkpoints
 from dflash_jax.train.curves import draw_curves
@@ -37,9 +38,9 @@ from dflash_jax.train.data import (
     write_shards,
 )
 from dflash_jax.train.export import export_draft
-from dflash_jax.train.init import init_draft, like_target
+from dflash_jax.train.init import init_draft, like_target, read_params
 from dflash_jax.train.prompts import Encode, Prompt, read_prompts
-from dflash_jax.train.recipe import Recipe
+from dflash_jax.train.recipe import STARTS, Recipe
 from dflash_jax.train.step import Trainer, TrainState, data_mesh, init_state
 from dflash_jax.weights import TargetCheckpoint, load_target, open_target
 
@@ -117,10 +118,15 @@ class Run:
         params = load_target(opened, jnp.dtype(self.config.dtype), make_mesh(), progress=True)
         mesh = data_mesh(devices)
         self.trainer = Trainer(self.config, params, mesh)
-        first = init_draft(self.config.draft, jax.random.key(self.config.seed))
-        if recipe.train.start == "target":
-            first = like_target(self.config.draft, params, first)
-        self.state = init_state(self.config, first, mesh)
+        self.state = init_state(self.config, self._first(params), mesh)
+
+    def _first(self, target: Params) -> Params:
+        """The draft that training begins with."""
+        start, config = self.recipe.train.start, self.config.draft
+        if start not in STARTS:
+            return read_params(Path(start), config, self.target)
+        first = init_draft(config, jax.random.key(self.config.seed))
+        return like_target(config, target, first) if start == "target" else first
 
     def train(self, stop_at: int | None = None) -> TrainState:
         """Steps up to the recipe's, or `stop_at`; then the draft is exported."""

@@ -6,6 +6,7 @@ import pytest
 
 from dflash_jax.config import read_draft, read_target
 from dflash_jax.errors import UserError
+from dflash_jax.ops import shapes
 from dflash_jax.ops.shapes import DRAFT, MODELS, PREFILL, REAL, TINY, VERIFY, ModelShape, Shape, find
 from dflash_jax.presets import load_preset
 
@@ -15,9 +16,9 @@ def test_models_are_the_presets(model: ModelShape):
     preset = load_preset(model.name)
     target = read_target("target", preset["target"])
     draft = read_draft("draft", preset["draft"], target)
-    for config in (target, draft):
+    for config, shape in ((target, model), (draft, shapes.SMOLLM2_DRAFT if model is shapes.SMOLLM2 else model)):
         found = config.hidden_size, config.num_heads, config.num_kv_heads, config.head_dim
-        assert found == (model.hidden, model.heads, model.kv_heads, model.head_dim)
+        assert found == (shape.hidden, shape.heads, shape.kv_heads, shape.head_dim)
     assert (target.vocab_size, target.qk_norm) == (model.vocab, model.qk_norm)
     assert (draft.block_size, draft.num_layers, len(draft.taps)) == (model.block, model.draft_layers, model.taps)
 

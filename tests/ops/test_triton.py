@@ -19,7 +19,7 @@ pytestmark = [
 ]
 CHIPS = {80: "A100", 90: "H100, H200", 100: "B200"}
 NAMES = (
-    "smollm2-135m verify 1x16 over 512", "smollm2-135m draft 8x16 over 512", "qwen3-8b draft 1x16 over 2048",
+    "smollm2-135m verify 1x8 over 512", "smollm2-135m draft 8x8 over 512", "qwen3-8b draft 1x16 over 2048",
     "qwen3-8b verify 32x16 over 2048", "qwen3-8b draft 8x16 over 2048 window 512", "qwen3-8b prefill 1x512 over 2048",
 )  # fmt: skip
 SHARED_BYTES = {80: 163 << 10, 90: 227 << 10, 100: 227 << 10}  # that one program may have

@@ -7,6 +7,7 @@ import json
 import re
 from pathlib import Path
 
+import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
@@ -17,9 +18,10 @@ from dflash_jax.sharding import make_mesh
 from dflash_jax.train.__main__ import chat_encoder, main
 from dflash_jax.train.curves import can_draw
 from dflash_jax.train.data import load_shards, save_shard
+from dflash_jax.train.export import export_draft
 from dflash_jax.train.prompts import Encode
 from dflash_jax.train.recipe import read_recipe
-from dflash_jax.train.run import given_prompts, write_data
+from dflash_jax.train.run import Run, given_prompts, write_data
 from dflash_jax.weights import load_draft, open_draft, open_target
 from train.test_data import Conversation
 
@@ -177,6 +179,19 @@ def test_a_run_that_stops_goes_on_as_if_it_had_not(tmp_path):
     assert draft["fc"].shape == (2 * target.hidden_size, target.hidden_size)
     changed = recipe_file(tmp_path, RECIPE.replace("anchors = 3", "anchors = 2"))
     assert main([str(changed), "--run", str(whole), "--stage", "train"]) == 2
+
+
+def test_a_run_that_begins_with_a_draft(tmp_path):
+    first = Run(read_recipe(recipe_file(tmp_path)), invented(tmp_path / "first"))
+    export_draft(tmp_path / "own", first.raw, first.target, jax.device_get(first.state.params), "float32")
+    further = RECIPE.replace("[train]", f'[train]\nseed = 5\nstart = "{tmp_path / "own"}"')
+    second = Run(read_recipe(recipe_file(tmp_path, further)), invented(tmp_path / "second"))
+    jax.tree.map(np.testing.assert_array_equal, second.state.params, first.state.params)
+    other = read_recipe(recipe_file(tmp_path, further.replace("intermediate_size = 32", "intermediate_size = 16")))
+    with pytest.raises(UserError, match="own is not of the recipe's shape: intermediate_size 32 instead of 16"):
+        Run(other, tmp_path / "second")
+    with pytest.raises(UserError, match="start 'nowhere' is neither random nor target nor a draft's folder"):
+        read_recipe(recipe_file(tmp_path, RECIPE.replace("[train]", '[train]\nstart = "nowhere"')))
 
 
 @pytest.mark.slow
