@@ -1,8 +1,8 @@
 """Attention of rows over committed pages and their own block: flash attention through a page table.
 
 One program takes a tile of a request's rows (all query heads of one key/value head together) and a share of its
-committed tokens.  With several shares a request, `combine` merges them; that is what fills the chip when few requests
-run.  Cost follows what is committed.
+committed tokens.  With several shares a request, one more program takes the block itself and `combine` merges them all;
+that is what fills the chip when few requests run.  Cost follows what is committed.
 """
 
 from __future__ import annotations
@@ -95,7 +95,7 @@ def _finish(
         out = mixed / total[:, None]
         tl.store(out_ref + at_q[:, None] + d[None, :], out.to(out_ref.dtype.element_ty), mask=ok)
     else:
-        part = (sg * tl.num_programs(1) + tile) * SHARES + share
+        part = (sg * tl.num_programs(1) + tile) * tl.num_programs(2) + share
         lane = tl.arange(0, M)
         tl.store(part_ref + (part * M + lane)[:, None] * D + d[None, :], mixed, mask=(d < D)[None, :])
         tl.store(stats_ref + part * 2 * M + lane, best)
@@ -110,11 +110,11 @@ def attend(
     M: tl.constexpr, T: tl.constexpr, BT: tl.constexpr, SHARES: tl.constexpr,
     CAUSAL: tl.constexpr, WINDOW: tl.constexpr, IEEE: tl.constexpr,
 ):  # fmt: skip
-    """Grid (requests · G, row tiles, SHARES).
+    """Grid (requests · G, row tiles, parts): one part with one share, else SHARES and the block.
 
     q [S, B, G·R, D]; kv [S, B, 2, G, D]; pool [P, 2, G, C, D]; table [S, W]; lengths [S].  Row m of a request is block
-    row m // R, query head m % R.  With one share it writes out [S, B, G·R, D]; else part [S·G, tiles, SHARES, M, D]
-    float32 and stats [S·G, tiles, SHARES, 2, M] = best score, weight sum.  WINDOW 0: none.
+    row m // R, query head m % R.  With one share it writes out [S, B, G·R, D]; else part [S·G, tiles, parts, M, D]
+    float32 and stats [S·G, tiles, parts, 2, M] = best score, weight sum.  WINDOW 0: none.
     """
     sg, tile, share = tl.program_id(0), tl.program_id(1), tl.program_id(2)
     s, g = sg // G, sg % G
@@ -130,7 +130,7 @@ def attend(
         q, pool_ref, table_ref, s, g, row, tile * M // R, length, share, scale, W, G, C, D, BD, M, T, SHARES, WINDOW,
         IEEE,
     )  # fmt: skip
-    if share == 0:  # the block itself
+    if share == tl.num_programs(2) - 1:  # the block itself; with others, it has nothing committed
         end = B
         if CAUSAL:
             end = tl.minimum((tile * M + M - 1) // R + 1, B)
@@ -184,7 +184,7 @@ def attend_projected(
         q, pool_in_ref, table_ref, s, g, row, tile * M // R, length, share, scale, W, G, C, D, BD, M, T, SHARES,
         WINDOW, IEEE,
     )  # fmt: skip
-    if share == 0:  # the block itself
+    if share == tl.num_programs(2) - 1:  # the block itself; with others, it has nothing committed
         end = B
         if CAUSAL:
             end = tl.minimum((tile * M + M - 1) // R + 1, B)
@@ -223,30 +223,19 @@ def attend_projected(
 def combine(
     part_ref, stats_ref, out_ref,
     B: tl.constexpr, G: tl.constexpr, R: tl.constexpr, D: tl.constexpr, BD: tl.constexpr, M: tl.constexpr,
-    SHARES: tl.constexpr, LANES: tl.constexpr,
+    PARTS: tl.constexpr, PP: tl.constexpr,
 ):  # fmt: skip
-    """Grid (requests · G, row tiles, M / LANES): the shares of LANES rows become out [S, B, G·R, D]."""
-    sg, tile, lane_tile = tl.program_id(0), tl.program_id(1), tl.program_id(2)
-    s, g = sg // G, sg % G
-    lane = lane_tile * LANES + tl.arange(0, LANES)
-    m = tile * M + lane
-    row = m // R
-    d = tl.arange(0, BD)
-    first = (sg * tl.num_programs(1) + tile) * SHARES
-    best = tl.full([LANES], NOTHING, tl.float32)
-    total = tl.zeros([LANES], tl.float32)
-    mixed = tl.zeros([LANES, BD], tl.float32)
-    for share in range(SHARES):
-        part = first + share
-        top = tl.load(stats_ref + part * 2 * M + lane)
-        weight = tl.load(stats_ref + part * 2 * M + M + lane)
-        values = tl.load(part_ref + (part * M + lane)[:, None] * D + d[None, :], mask=(d < D)[None, :], other=0.0)
-        new = tl.maximum(best, top)
-        old_share, new_share = tl.exp(best - new), tl.exp(top - new)
-        total = total * old_share + weight * new_share
-        mixed = mixed * old_share[:, None] + values * new_share[:, None]
-        best = new
-    at = ((s * B + row) * (G * R) + g * R + m % R) * D
-    out = mixed / total[:, None]
-    ok = (row < B)[:, None] & (d < D)[None, :]
-    tl.store(out_ref + at[:, None] + d[None, :], out.to(out_ref.dtype.element_ty), mask=ok)
+    """Grid (requests · G, B · R): all parts of a row of queries, at once, become its place in out [S, B, G·R, D]."""
+    sg, m = tl.program_id(0), tl.program_id(1)
+    s, g, tile, lane = sg // G, sg % G, m // M, m % M
+    i, d = tl.arange(0, PP), tl.arange(0, BD)
+    part = (sg * tl.cdiv(B * R, M) + tile) * PARTS + i
+    there, inside = i < PARTS, d < D
+    best = tl.load(stats_ref + part * 2 * M + lane, mask=there, other=NOTHING)
+    total = tl.load(stats_ref + part * 2 * M + M + lane, mask=there, other=0.0)
+    ok = there[:, None] & inside[None, :]
+    mixed = tl.load(part_ref + (part * M + lane)[:, None] * D + d[None, :], mask=ok, other=0.0)
+    weight = tl.exp(best - tl.max(best, axis=0))
+    out = tl.sum(mixed * weight[:, None], axis=0) / tl.sum(total * weight, axis=0)
+    at = ((s * B + m // R) * (G * R) + g * R + m % R) * D
+    tl.store(out_ref + at + d, out.to(out_ref.dtype.element_ty), mask=inside)

@@ -102,10 +102,15 @@ class _Attention:
         return -(-self.shape[1] * self.constants["R"] // self.tiles.rows)
 
     @property
+    def parts(self) -> int:
+        """Programs of a tile: one for all, or the shares and one for the block itself."""
+        return self.tiles.shares + (self.tiles.shares > 1)
+
+    @property
     def outputs(self) -> Any:
         """out, and parts and stats where there are several shares."""
         d, tiles = self.shape[3], self.tiles
-        parts = (self.shape[0] * self.kv_heads, self.row_tiles, tiles.shares)
+        parts = (self.shape[0] * self.kv_heads, self.row_tiles, self.parts)
         part, stats = ((*parts, tiles.rows, d), (*parts, 2, tiles.rows)) if tiles.shares > 1 else ((1,), (1,))
         return (
             ShapeDtypeStruct(self.shape, self.dtype), ShapeDtypeStruct(part, jnp.float32),
@@ -113,7 +118,7 @@ class _Attention:
         )  # fmt: skip
 
     def launch(self, kernel: Any, *arrays: Array, out: Any, **options: Any) -> Any:
-        grid = (self.shape[0] * self.kv_heads, self.row_tiles, self.tiles.shares)
+        grid = (self.shape[0] * self.kv_heads, self.row_tiles, self.parts)
         return launch(
             kernel, *arrays, out=out, grid=grid, num_warps=self.tiles.warps, num_stages=self.tiles.stages,
             **self.constants, **options,
@@ -122,12 +127,11 @@ class _Attention:
     def combined(self, out: Array, part: Array, stats: Array) -> Array:
         if self.tiles.shares == 1:
             return out
-        c, rows = self.constants, self.tiles.rows
-        lanes = min(16, rows)
+        c, padded = self.constants, power_of_two(self.parts, 2)
         return launch(
-            combine, part, stats, out=self.outputs[0],
-            grid=(self.shape[0] * self.kv_heads, self.row_tiles, rows // lanes), num_warps=4,
-            **{name: c[name] for name in ("B", "G", "R", "D", "BD", "M", "SHARES")}, LANES=lanes,
+            combine, part, stats, out=self.outputs[0], grid=(self.shape[0] * self.kv_heads, c["B"] * c["R"]),
+            num_warps=4 if padded * c["BD"] >= 2048 else 1, PARTS=self.parts, PP=padded,
+            **{name: c[name] for name in ("B", "G", "R", "D", "BD", "M")},
         )  # fmt: skip
 
 

@@ -26,7 +26,7 @@ from dflash_jax.engine.build import choose_dtype
 from dflash_jax.errors import UserError
 from dflash_jax.llm import use_platform
 from dflash_jax.ops import Kernels, select
-from dflash_jax.ops.kernel_packages import load_kernel_package
+from dflash_jax.ops.kernel_packages import kernel_module
 from dflash_jax.ops.shapes import PREFILL, Shape
 
 DEFAULT = ("qwen3-8b", "smollm2-135m")
@@ -53,7 +53,7 @@ def tune(argv: Sequence[str]) -> int:
         raise UserError("tune is for verify and draft shapes: prefill has the tiles that long queries ask for")
     use_platform(None)
     kernels, dtype = select("triton", jax.default_backend()), choose_dtype(args.dtype, jax.default_backend())
-    tiles = load_kernel_package("triton").tiles
+    tiles = kernel_module("triton", "tiles")
     chip, console = jax.devices()[0].compute_capability, make_console()
     console.print(f"{jax.devices()[0].device_kind}, compute capability {chip}")
     results = []
@@ -84,20 +84,19 @@ def measure(shape: Shape, kernels: Kernels, dtype: Any, tiles: Any) -> dict[str,
 
 
 def neighbours(cut: Any, load: Any) -> Iterator[Any]:
-    """The rule of thumb, then ways that differ from it in one or two things that go together."""
+    """The rule of thumb, then others: how deep and in what steps pages are read, by how many programs, of what size."""
     yield cut
-    for lanes in {16, 32, 64, 128} - {cut.lanes}:
+    steps = [(64, 3), (64, 2), (32, 4), (32, 2), (128, 2)] if not load.float32 else [(32, 2), (32, 3), (64, 2)]
+    for programs in (cut.programs, 2 * cut.programs, 4 * cut.programs):
+        for tokens, stages in steps:
+            other = cut._replace(tokens=tokens, stages=stages, programs=programs)
+            if other != cut:
+                yield other
+    yield cut._replace(programs=cut.programs // 2)
+    yield cut._replace(warps=8)
+    for lanes in sorted({16, 32, 64, 128} - {cut.lanes}):
         if lanes <= max(16, 2 * load.lanes):
             yield cut._replace(lanes=lanes, warps=8 if lanes == 128 else 4)
-    for tokens in {32, 64, 128} - {cut.tokens}:
-        yield cut._replace(tokens=tokens)
-        yield cut._replace(tokens=tokens, stages=2)
-    for stages in {2, 4} - {cut.stages}:
-        yield cut._replace(stages=stages)
-    yield cut._replace(warps=8)
-    yield cut._replace(warps=2)
-    for programs in (cut.programs // 2, cut.programs * 2, cut.programs * 4):
-        yield cut._replace(programs=programs)
 
 
 def compiled(case: OpCase, kernels: Kernels, cut: Any, tiles: Any) -> Callable[[], Any] | str:

@@ -35,6 +35,11 @@ def load_kernel_package(backend: str) -> ModuleType:
     return loaded if loaded is not None else _import_folder(name, _folder(backend))
 
 
+def kernel_module(backend: str, name: str) -> ModuleType:
+    """A module of the kernel package that is no kernel, for example its `tiles`."""
+    return importlib.import_module(f"{load_kernel_package(backend).__name__}.{name}")
+
+
 def kernel_names(backend: str) -> tuple[str, ...]:
     """The ops that `backend` has a kernel for: the sub-packages of its folder, sorted."""
     return tuple(sorted(entry.parent.name for entry in _folder(backend).glob("*/__init__.py")))

@@ -73,6 +73,7 @@ def _pointer(array: np.ndarray) -> Any:
 def _interpret(kernel: Any, pointers: Sequence[Any], grid: tuple[int, ...], constants: dict[str, Any]) -> None:
     """Triton decides at import whether functions are interpreted; here they are while this runs."""
     import triton.language as tl
+    from triton.runtime import interpreter
     from triton.runtime.interpreter import GridExecutor, InterpretedFunction, InterpreterBuilder, _patch_lang
 
     class Executor(GridExecutor):
@@ -86,13 +87,31 @@ def _interpret(kernel: Any, pointers: Sequence[Any], grid: tuple[int, ...], cons
 
     own, dot = InterpretedFunction(kernel.fn), InterpreterBuilder.create_dot
     with contextlib.ExitStack() as stack:
+        stack.enter_context(np.errstate(all="ignore"))  # NaN and infinity are as usual here as on a GPU
         widened = functools.partialmethod(_dot_of_floats, dot)
         stack.enter_context(mock.patch.object(InterpreterBuilder, "create_dot", widened))
+        stack.enter_context(mock.patch.object(InterpreterBuilder, "get_bf16", _bfloat16, create=True))
+        indexing = functools.partial(_indexing, interpreter._patch_lang_tensor)
+        stack.enter_context(mock.patch.object(interpreter, "_patch_lang_tensor", indexing))
         for names in (kernel.fn.__globals__, vars(tl), vars(tl.standard)):
             stack.enter_context(_interpreted_helpers(names))
         language: Any = types.SimpleNamespace(__globals__=vars(tl.standard))  # what its functions know, once for all
         stack.callback(_patch_lang(language).restore)
         Executor(own.rewrite(), own.arg_names, grid)(*pointers, **constants)
+
+
+def _bfloat16(self: Any, value: float) -> Any:
+    """A constant, which the interpreter (triton 3.6) has for all other kinds of numbers."""
+    import triton.language as tl
+    from triton.runtime.interpreter import TensorHandle
+
+    return TensorHandle((np.array([value], np.float32).view(np.uint32) >> 16).astype(np.uint16), tl.bfloat16)
+
+
+def _indexing(patch: Callable[..., Any], tensor: Any, scope: Any) -> None:
+    """The interpreter's numbers are arrays [1], which numpy 2.4 no longer takes for the bounds of a loop."""
+    patch(tensor, scope)
+    scope.set_attr(tensor, "__index__", lambda self: int(self.handle.data.item()))
 
 
 def _dot_of_floats(self: Any, dot: Callable[..., Any], a: Any, b: Any, *rest: Any) -> Any:
