@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import math
 from typing import Any
 
 import jax.numpy as jnp
@@ -10,11 +11,13 @@ from jax import Array, ShapeDtypeStruct
 
 from .attention import attend, attend_projected, combine
 from .heads import best_of_tiles, first_best
+from .largest import group_maxima, largest_of_groups
 from .launch import launch
 from .rounds import accept_block, place_block
 from .tiles import Tiles, attention_tiles, head_tiles, power_of_two
 from .writing import inject_write, norm_rope_write
 
+GROUP, GROUPS_OF_A_PROGRAM = 64, 16  # neighbouring tokens; groups that one program looks through
 MOST_TILES = 4  # of a request's rows: each norms and turns the block's keys anew
 
 
@@ -225,3 +228,20 @@ def argmax_head(hidden: Array, head: Array, multiplier: float = 1.0, softcap: fl
         TILES=count, TP=power_of_two(count),
     )  # fmt: skip
     return best.reshape(hidden.shape[:-1])
+
+
+def top_tokens(x: Array, k: int) -> tuple[Array, Array]:
+    """As the reference op: the k largest of float32 x [..., V], descending, and their ids int32 [..., k]."""
+    rows, v = math.prod(x.shape[:-1]), x.shape[-1]
+    flat, groups = x.reshape(rows, v), -(-v // GROUP)
+    sizes = {"V": v, "GROUPS": groups, "GROUP": GROUP}
+    keys = launch(
+        group_maxima, flat, out=ShapeDtypeStruct((rows, groups), jnp.int32),
+        grid=(rows, -(-groups // GROUPS_OF_A_PROGRAM)), num_warps=4, T=GROUPS_OF_A_PROGRAM, **sizes,
+    )  # fmt: skip
+    values, ids = launch(
+        largest_of_groups, flat, keys,
+        out=(ShapeDtypeStruct((rows, k), x.dtype), ShapeDtypeStruct((rows, k), jnp.int32)),
+        grid=(rows,), num_warps=1, K=k, KP=power_of_two(k, 2), GP=power_of_two(groups), **sizes,
+    )  # fmt: skip
+    return values.reshape(*x.shape[:-1], k), ids.reshape(*x.shape[:-1], k)

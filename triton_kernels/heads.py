@@ -14,7 +14,7 @@ HIGHEST = tl.constexpr(2**31 - 1)
 
 
 @triton.jit
-def _key(x):
+def ordered(x):
     """int32 in the order of the floats x; both zeros alike, NaN above all."""
     bits = tl.where(x == 0.0, 0.0, x).to(tl.int32, bitcast=True)
     return tl.where(x == x, bits ^ ((bits >> 31) & HIGHEST), HIGHEST)
@@ -51,7 +51,7 @@ def best_of_tiles(
             logits = tl.dot(w, x, logits)
     if multiplier != 1.0:
         logits = logits * multiplier
-    keys = tl.where((token < V)[:, None], _key(logits), LOWEST)
+    keys = tl.where((token < V)[:, None], ordered(logits), LOWEST)
     best, where = tl.max(keys, axis=0, return_indices=True)  # pyright: ignore[reportGeneralTypeIssues]
     tl.store(keys_ref + row * TILES + tile, best, mask=row < ROWS)
     tl.store(ids_ref + row * TILES + tile, tile * BV + where, mask=row < ROWS)

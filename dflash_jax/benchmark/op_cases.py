@@ -14,12 +14,12 @@ from jax import Array
 from dflash_jax.ops import Kernels, SamplingRows, token_locations
 from dflash_jax.ops.shapes import DRAFT, PREFILL, VERIFY, Shape
 
-EPS, MASK_ID, STOP_IDS = 1e-6, 5, 16
+EPS, MASK_ID, STOP_IDS, CANDIDATES = 1e-6, 5, 16, 16
 ENOUGH_BYTES = 1 << 28
 OPS = {
     VERIFY: ("prepare_block", "cache_write", "block_attention", "verify_attention", "head_logits", "sample_tokens",
              "accept_bonus", "kv_inject"),
-    DRAFT: ("block_attention", "draft_attention", "argmax_head"),
+    DRAFT: ("block_attention", "draft_attention", "argmax_head", "top_tokens"),
     PREFILL: ("cache_write", "prefill_attention", "kv_inject"),
 }  # fmt: skip
 
@@ -222,6 +222,13 @@ def argmax_head(shape: Shape, draw: Draw) -> OpCase:
     return OpCase("argmax_head", (hidden, head), size_of(hidden, head) + 4 * tokens, 2 * tokens * head.size)
 
 
+def top_tokens(shape: Shape, draw: Draw) -> OpCase:
+    """A selector's candidates, of the rows after the bonus."""
+    logits = draw.normal(shape.requests, shape.rows - 1, shape.model.vocab, dtype=jnp.float32)
+    k = min(CANDIDATES, shape.model.vocab)
+    return OpCase("top_tokens", (logits,), logits.nbytes + 8 * logits.shape[0] * logits.shape[1] * k, options={"k": k})
+
+
 def sample_tokens(shape: Shape, draw: Draw) -> OpCase:
     """At a temperature, without filters: greedy rows need no op."""
     logits = draw.normal(shape.requests, shape.rows, shape.model.vocab, dtype=jnp.float32)
@@ -253,5 +260,5 @@ def accept_bonus(shape: Shape, draw: Draw) -> OpCase:
 MAKERS = {
     make.__name__: make
     for make in (prepare_block, cache_write, block_attention, verify_attention, draft_attention, prefill_attention,
-                 argmax_head, head_logits, sample_tokens, accept_bonus, kv_inject)
+                 argmax_head, top_tokens, head_logits, sample_tokens, accept_bonus, kv_inject)
 }  # fmt: skip

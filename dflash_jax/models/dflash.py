@@ -18,7 +18,7 @@ from dflash_jax.cache import Pool
 from dflash_jax.config import ConvConfig, DraftConfig
 from dflash_jax.layers import dot, layer_specs, norm_spec, project_out, project_qkv, rms_norm, rope_tables, swiglu
 from dflash_jax.models.decoder import Rows
-from dflash_jax.ops import Kernels, align, top_tokens
+from dflash_jax.ops import XLA, Kernels, align
 from dflash_jax.params import Params, ParamSpec
 
 
@@ -162,7 +162,8 @@ def select_candidates(
     """
     assert config.selector is not None
     p = params["selector"]
-    unary, candidates = top_tokens(logits, config.selector.top_k)  # [S, B−1, top_k], ties: lowest id first
+    kernels = rows.kernels if rows else XLA
+    unary, candidates = kernels.top_tokens(logits, config.selector.top_k)  # [S, B−1, top_k], ties: lowest id first
     projected = dot(hidden, p["hidden"])
     previous, path = anchor, []
     for k in range(hidden.shape[1]):

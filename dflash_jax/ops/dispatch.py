@@ -35,6 +35,7 @@ REFERENCE: dict[str, Callable[..., Any]] = {
     "prefill_attention": reference.paged_attention,
     "head_logits": reference.head_logits,
     "argmax_head": reference.argmax_head,
+    "top_tokens": reference.top_tokens,
     "sample_tokens": reference.sample_tokens,
 }
 
@@ -80,9 +81,10 @@ HEAD_AXES: dict[str, tuple[tuple[int | str | None, ...], tuple[int | None, ...]]
     "prepare_block": ((None,) * 4, (None,) * 3),
     "accept_bonus": ((None,) * 7, (None,) * 4),
 }
-UNSPLIT = ("argmax_head",)  # kernels for one device alone: a mesh splits the vocabulary, and XLA compares its parts
-# Kernels that no chip of their kind has run: `auto` leaves them out, naming the backend takes them in.
-UNTRIED = {"triton": ("prepare_block", "accept_bonus", "argmax_head")}
+# Kernels for one device alone: a mesh splits the vocabulary, and XLA compares its parts.
+UNSPLIT = ("argmax_head", "top_tokens")
+# Kernels that are no faster than XLA (on an H200): `auto` leaves them out, naming the backend takes them in.
+NO_FASTER = {"triton": ("prepare_block", "accept_bonus", "argmax_head")}
 NAMED: dict[str, Callable[..., Any]] = {"accept_bonus": Accepted}  # of kernels' plain tuples, the op's named result
 
 
@@ -243,8 +245,8 @@ def _automatic(platform: str) -> tuple[Kernels, str]:
         if home == platform:
             if reason := missing(backend, platform):
                 return Kernels("xla"), f" (auto; not {backend}: {reason})"
-            spared = UNTRIED.get(backend, ())
-            left = f"; never timed on a chip: its {', '.join(spared)}" if spared else ""
+            spared = NO_FASTER.get(backend, ())
+            left = f"; no faster: its {', '.join(spared)}" if spared else ""
             return Kernels(backend, spared=spared), f" (auto{left})"
     return Kernels("xla"), f" on {platform} (auto)"
 

@@ -14,8 +14,8 @@ from ops.triton_host import HAVE_TRITON, interpreting
 PLATFORM = jax.default_backend()
 BACKENDS = [*backends(PLATFORM), *interpreted(PLATFORM)]
 HOSTED = "triton, interpreted"
-# Each program of a grid takes milliseconds: attention and the writes would take minutes.
-HOSTED_IN = ("test_accept", "test_block", "test_head", "test_attention", "test_projected")
+# Each program of a grid takes milliseconds.
+HOSTED_IN = ("test_accept", "test_block", "test_head", "test_attention", "test_projected", "test_top_tokens")
 
 
 def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:

@@ -7,7 +7,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from dflash_jax.ops import top_tokens
+from dflash_jax.ops import Kernels, top_tokens
 from dflash_jax.ops.reference.head import GROUP
 
 rng = np.random.default_rng(0)
@@ -25,9 +25,9 @@ CASES = {
 
 @pytest.mark.parametrize("k", [1, 2, 8, 30])
 @pytest.mark.parametrize("name", CASES)
-def test_as_a_sort_would_find_them(name, k):
+def test_as_a_sort_would_find_them(kernels: Kernels, name, k):
     x = jnp.asarray(CASES[name], jnp.float32)
-    for found, wanted in zip(jax.jit(top_tokens, static_argnums=1)(x, k), jax.lax.top_k(x, k), strict=True):
+    for found, wanted in zip(jax.jit(kernels.top_tokens, static_argnums=1)(x, k), jax.lax.top_k(x, k), strict=True):
         np.testing.assert_array_equal(found, wanted)
 
 
