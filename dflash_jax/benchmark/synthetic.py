@@ -33,6 +33,7 @@ from dflash_jax.presets import load_preset
 from dflash_jax.sharding import make_mesh
 from dflash_jax.steps import StepConfig, Steps
 from dflash_jax.weights import TargetCheckpoint
+from dflash_jax.weights.turned import lay_out
 
 WHERE = "random weights of shape "
 
@@ -99,6 +100,7 @@ def random_pair(preset: str, dtype_name: str, drafted: bool, block_size: int | N
     dtype = choose_dtype(dtype_name, platform)
     drafter, draft_params = random_draft(draft, dtype)
     target = random_params(FAMILIES[config.family].specs(config), jax.random.key(0), dtype)
+    target, draft_params = lay_out(target, mesh, dtype), draft_params and lay_out(draft_params, mesh, dtype)
     nothing: Any = None  # no file stands behind these weights
     checkpoint = TargetCheckpoint(config, nothing, nothing, nothing, WHERE + preset)
     return Loaded(checkpoint, drafter, Weights(target, draft_params), dtype, platform, mesh)
