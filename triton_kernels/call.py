@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import math
 from typing import Any
 
 import jax.numpy as jnp
@@ -11,8 +12,9 @@ from jax import Array, ShapeDtypeStruct
 from .attention import attend, attend_projected, combine
 from .heads import best_of_tiles, first_best
 from .launch import launch
+from .norms import add_norm_row
 from .rounds import accept_block, place_block
-from .tiles import Tiles, attention_tiles, head_tiles, power_of_two
+from .tiles import Tiles, attention_tiles, head_tiles, power_of_two, row_warps
 from .writing import inject_write, norm_rope_write
 
 MOST_TILES = 4  # of a request's rows: each norms and turns the block's keys anew
@@ -166,6 +168,15 @@ def inject(
         inject_write, pool, y, k_norms, cos, sin, locations, out=ShapeDtypeStruct(pool.shape, pool.dtype),
         grid=(s * t, g), num_warps=1, input_output_aliases={0: 0}, eps=eps, layer=layer, L=layers, G=g,
         C=pool.shape[3], D=d, BH=power_of_two(d // 2),
+    )  # fmt: skip
+
+
+def add_norm(x: Array, delta: Array, weight: Array, eps: float) -> tuple[Array, Array]:
+    """As the reference op: x + delta and its norm, each [..., H]."""
+    shape, lanes = ShapeDtypeStruct(x.shape, x.dtype), power_of_two(x.shape[-1])
+    return launch(
+        add_norm_row, x, delta, weight, out=(shape, shape), grid=(math.prod(x.shape[:-1]),),
+        num_warps=row_warps(lanes), eps=eps, H=x.shape[-1], BH=lanes,
     )  # fmt: skip
 
 
