@@ -15,7 +15,7 @@ PLATFORM = jax.default_backend()
 BACKENDS = [*backends(PLATFORM), *interpreted(PLATFORM)]
 HOSTED = "triton, interpreted"
 # Each program of a grid takes milliseconds: attention and the writes would take minutes.
-HOSTED_IN = ("test_accept", "test_block", "test_head")
+HOSTED_IN = ("test_accept", "test_block", "test_head", "test_norm")
 
 
 def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:
