@@ -15,8 +15,8 @@ from dflash_jax.ops import align, dot, flat_inputs, rms_norm
 from dflash_jax.params import Params, ParamSpec
 
 __all__ = [
-    "attention_specs", "dot", "layer_specs", "mlp_specs", "norm_spec", "project_out", "project_qkv",
-    "rms_norm", "rope_tables", "swiglu",
+    "attention_specs", "dot", "layer_specs", "mlp_specs", "norm_spec", "norms_between", "project_out",
+    "project_qkv", "rms_norm", "rope_tables", "swiglu",
 ]  # fmt: skip
 
 
@@ -86,6 +86,11 @@ def layer_specs(config: AttentionShape, mlp_bias: bool = False) -> dict[str, Any
         "post_norm": norm_spec(config.hidden_size),
         "mlp": mlp_specs(config, mlp_bias),
     }
+
+
+def norms_between(params: Params) -> list[Array]:
+    """What a model's hidden state is normed by before each layer, and after the last one: L + 1 weights [H]."""
+    return [*(layer["input_norm"] for layer in params["layers"]), params["norm"]]
 
 
 def project_qkv(p: Params, x: Array) -> Array:

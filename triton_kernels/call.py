@@ -13,8 +13,9 @@ from .attention import attend, attend_projected, combine
 from .heads import best_of_tiles, first_best
 from .largest import group_maxima, largest_of_groups
 from .launch import launch
+from .norms import add_norm_row
 from .rounds import accept_block, place_block
-from .tiles import Tiles, attention_tiles, head_tiles, power_of_two
+from .tiles import Tiles, attention_tiles, head_tiles, power_of_two, row_warps
 from .writing import inject_write, norm_rope_write
 
 GROUP, GROUPS_OF_A_PROGRAM = 64, 16  # neighbouring tokens; groups that one program looks through
@@ -173,6 +174,15 @@ def inject(
         inject_write, pool, y, k_norms, cos, sin, locations, out=ShapeDtypeStruct(pool.shape, pool.dtype),
         grid=(s * t, g), num_warps=1, input_output_aliases={0: 0}, eps=eps, layer=layer, L=layers, G=g,
         C=pool.shape[3], D=d, BH=power_of_two(d // 2),
+    )  # fmt: skip
+
+
+def add_norm(x: Array, delta: Array, weight: Array, eps: float) -> tuple[Array, Array]:
+    """As the reference op: x + delta and its norm, each [..., H]."""
+    shape, lanes = ShapeDtypeStruct(x.shape, x.dtype), power_of_two(x.shape[-1])
+    return launch(
+        add_norm_row, x, delta, weight, out=(shape, shape), grid=(math.prod(x.shape[:-1]),),
+        num_warps=row_warps(lanes), eps=eps, H=x.shape[-1], BH=lanes,
     )  # fmt: skip
 
 

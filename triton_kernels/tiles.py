@@ -114,6 +114,11 @@ def _chip() -> str | None:
     return getattr(jax.devices()[0], "compute_capability", None)
 
 
+def row_warps(lanes: int) -> int:
+    """For a program that holds a row of `lanes` numbers: eight of them a thread, 16 bytes of bfloat16."""
+    return max(1, min(lanes // (8 * 32), 16))
+
+
 @dataclass(frozen=True)
 class HeadTiles:
     """rows, vocab: of a program's tile of logits; width: of H in a step."""

@@ -18,9 +18,9 @@ EPS, MASK_ID, STOP_IDS, CANDIDATES = 1e-6, 5, 16, 16
 ENOUGH_BYTES = 1 << 28
 OPS = {
     VERIFY: ("prepare_block", "cache_write", "block_attention", "verify_attention", "head_logits", "sample_tokens",
-             "accept_bonus", "kv_inject"),
-    DRAFT: ("block_attention", "draft_attention", "argmax_head", "top_tokens"),
-    PREFILL: ("cache_write", "prefill_attention", "kv_inject"),
+             "accept_bonus", "kv_inject", "add_norm"),
+    DRAFT: ("block_attention", "draft_attention", "argmax_head", "top_tokens", "add_norm"),
+    PREFILL: ("cache_write", "prefill_attention", "kv_inject", "add_norm"),
 }  # fmt: skip
 
 
@@ -207,6 +207,13 @@ def kv_inject(shape: Shape, draw: Draw) -> OpCase:
                   pools=pools, take=lambda result: result)  # fmt: skip
 
 
+def add_norm(shape: Shape, draw: Draw) -> OpCase:
+    hidden = shape.model.hidden
+    x, delta = (draw.normal(shape.requests, shape.rows, hidden) for _ in range(2))
+    weight = draw.normal(hidden)
+    return OpCase("add_norm", (x, delta, weight, EPS), 2 * size_of(x, delta) + weight.nbytes)
+
+
 def head_logits(shape: Shape, draw: Draw) -> OpCase:
     model = shape.model
     hidden, head = draw.normal(shape.requests, shape.rows, model.hidden), draw.normal(model.vocab, model.hidden)
@@ -260,5 +267,5 @@ def accept_bonus(shape: Shape, draw: Draw) -> OpCase:
 MAKERS = {
     make.__name__: make
     for make in (prepare_block, cache_write, block_attention, verify_attention, draft_attention, prefill_attention,
-                 argmax_head, top_tokens, head_logits, sample_tokens, accept_bonus, kv_inject)
+                 argmax_head, top_tokens, head_logits, sample_tokens, accept_bonus, kv_inject, add_norm)
 }  # fmt: skip

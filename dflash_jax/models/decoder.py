@@ -13,7 +13,16 @@ from jax import Array
 from dflash_jax import axes
 from dflash_jax.cache import Pool
 from dflash_jax.config import TargetConfig
-from dflash_jax.layers import layer_specs, norm_spec, project_out, project_qkv, rms_norm, rope_tables, swiglu
+from dflash_jax.layers import (
+    layer_specs,
+    norm_spec,
+    norms_between,
+    project_out,
+    project_qkv,
+    rms_norm,
+    rope_tables,
+    swiglu,
+)
 from dflash_jax.ops import (
     FILTER,
     GREEDY,
@@ -110,18 +119,20 @@ def embed(params: Params, ids: Array, scale: float = 1.0) -> Array:
 
 @functools.partial(jax.jit, static_argnums=(0, 1))
 def decoder_layer(
-    config: TargetConfig, window: int | None, p: Params, x: Array, rows: Rows, rope: tuple[Array, Array], pool: Array
-) -> tuple[Array, Array]:
+    config: TargetConfig, window: int | None, p: Params, next_norm: Array, x: Array, y: Array, rows: Rows,
+    rope: tuple[Array, Array], pool: Array,
+) -> tuple[Array, Array, Array]:  # fmt: skip
     """One layer over x [S, B, H]: causal attention over the committed pages and the rows themselves, then SwiGLU.
 
-    Returns x and the layer's pool with KV written.  Under `jit` for its cache alone: equal layers are traced and
-    lowered once, and the compiler inlines them again.
+    y: x after the layer's own norm.  Returns x, x after `next_norm`, and the layer's pool with KV written: every sum
+    is normed next, and one op does both.  Under `jit` for its cache alone: equal layers are traced and lowered once,
+    and the compiler inlines them again.
     """
-    attn, eps = p["attn"], config.rms_norm_eps
-    qkv = project_qkv(attn, rms_norm(x, p["input_norm"], eps))
-    out, pool = _attend(rows, pool, (qkv, attn.get("q_norm"), attn.get("k_norm"), eps, *rope), window)
-    x = x + project_out(attn, out)
-    return x + swiglu(p["mlp"], rms_norm(x, p["post_norm"], eps)), pool
+    attn, eps, add_norm = p["attn"], config.rms_norm_eps, rows.kernels.add_norm
+    projected = project_qkv(attn, y), attn.get("q_norm"), attn.get("k_norm"), eps, *rope
+    out, pool = _attend(rows, pool, projected, window)
+    x, y = add_norm(x, project_out(attn, out), p["post_norm"], eps)
+    return *add_norm(x, swiglu(p["mlp"], y), next_norm, eps), pool
 
 
 def _attend(rows: Rows, pool: Array, projected: tuple[Any, ...], window: int | None) -> tuple[Array, Array]:
@@ -141,12 +152,13 @@ def decode_rows(params: Params, config: TargetConfig, rows: Rows, pool: Pool, ta
     """
     x = embed(params, rows.ids)
     rope = rope_tables(config.rope, config.head_dim, rows.positions)
+    first, *others = norms_between(params)
+    y = rms_norm(x, first, config.rms_norm_eps)
     written, after = [], []
-    for i, layer in enumerate(params["layers"]):
-        x, layer_pool = decoder_layer(config, config.window(i), layer, x, rows, rope, pool[i])
+    for i, (layer, norm) in enumerate(zip(params["layers"], others, strict=True)):
+        x, y, layer_pool = decoder_layer(config, config.window(i), layer, norm, x, y, rows, rope, pool[i])
         written.append(layer_pool)
         after.append(x)
-    last = rms_norm(x, params["norm"], config.rms_norm_eps)
-    after[-1] = last
-    captured = jnp.concatenate([after[i] for i in taps], axis=-1) if taps else last[..., :0]
-    return Hidden(last, captured, tuple(written))
+    after[-1] = y
+    captured = jnp.concatenate([after[i] for i in taps], axis=-1) if taps else y[..., :0]
+    return Hidden(y, captured, tuple(written))

@@ -16,7 +16,17 @@ from jax import Array
 from dflash_jax import axes
 from dflash_jax.cache import Pool
 from dflash_jax.config import ConvConfig, DraftConfig
-from dflash_jax.layers import dot, layer_specs, norm_spec, project_out, project_qkv, rms_norm, rope_tables, swiglu
+from dflash_jax.layers import (
+    dot,
+    layer_specs,
+    norm_spec,
+    norms_between,
+    project_out,
+    project_qkv,
+    rms_norm,
+    rope_tables,
+    swiglu,
+)
 from dflash_jax.models.decoder import Rows
 from dflash_jax.ops import XLA, Kernels, align
 from dflash_jax.params import Params, ParamSpec
@@ -98,10 +108,11 @@ def draft_rows(params: Params, config: DraftConfig, embedded: Array, rows: Rows,
     Reads the draft pool, writes nothing: a block's own keys and values are scratch.
     """
     rope = rope_tables(config.rope, config.head_dim, rows.positions)
-    x = embedded
-    for i, layer in enumerate(params["layers"]):
-        x = _draft_layer(config, config.causal[i], config.windows[i], layer, x, rows, rope, pool[i])
-    return rms_norm(x, params["norm"], config.rms_norm_eps)
+    first, *others = norms_between(params)
+    x, y = embedded, rms_norm(embedded, first, config.rms_norm_eps)
+    for i, (layer, norm) in enumerate(zip(params["layers"], others, strict=True)):
+        x, y = _draft_layer(config, config.causal[i], config.windows[i], layer, norm, x, y, rows, rope, pool[i])
+    return y
 
 
 @functools.partial(jax.jit, static_argnums=(0, 1, 2))  # for its cache: equal layers are traced and lowered once
@@ -110,13 +121,18 @@ def _draft_layer(
     causal: bool,
     window: int | None,
     p: Params,
+    next_norm: Array,
     x: Array,
+    y: Array,
     rows: Rows,
     rope: tuple[Array, Array],
     pool: Array,
-) -> Array:
-    """One layer over x [S, B, H]: attention over the committed context and the block, then SwiGLU."""
-    eps = config.rms_norm_eps
+) -> tuple[Array, Array]:
+    """One layer over x [S, B, H]: attention over the committed context and the block, then SwiGLU.
+
+    y: x after the layer's own norm.  Returns x, and x after `next_norm`.
+    """
+    eps, add_norm = config.rms_norm_eps, rows.kernels.add_norm
 
     def attend(y: Array) -> Array:
         attn = p["attn"]
@@ -125,9 +141,9 @@ def _draft_layer(
         out = attention(pool, *projected, rows.page_table, rows.lengths, causal=causal, window=window)
         return project_out(attn, out)
 
-    x = x + _convolved(p.get("attn_conv"), config.conv, rms_norm(x, p["input_norm"], eps), attend)
     mlp = functools.partial(swiglu, p["mlp"])
-    return x + _convolved(p.get("mlp_conv"), config.conv, rms_norm(x, p["post_norm"], eps), mlp)
+    x, y = add_norm(x, _convolved(p.get("attn_conv"), config.conv, y, attend), p["post_norm"], eps)
+    return add_norm(x, _convolved(p.get("mlp_conv"), config.conv, y, mlp), next_norm, eps)
 
 
 def _convolved(p: Params | None, conv: ConvConfig | None, x: Array, sublayer: Any) -> Array:

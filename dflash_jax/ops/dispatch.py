@@ -33,6 +33,7 @@ REFERENCE: dict[str, Callable[..., Any]] = {
     "cache_write": reference.cache_write,
     "block_attention": reference.paged_attention,
     "prefill_attention": reference.paged_attention,
+    "add_norm": reference.add_norm,
     "head_logits": reference.head_logits,
     "argmax_head": reference.argmax_head,
     "top_tokens": reference.top_tokens,
@@ -78,6 +79,7 @@ HEAD_AXES: dict[str, tuple[tuple[int | str | None, ...], tuple[int | None, ...]]
     "verify_attention": ((2, 2, None, None, STATIC, None, None, None, None, None), (2, 2)),
     "draft_attention": ((2, 2, None, None, STATIC, None, None, None, None), (2,)),
     "kv_inject": ((2, None, 3, 2, None, STATIC, None, None, None), (2,)),
+    "add_norm": ((None, None, None, STATIC), (None, None)),
     "prepare_block": ((None,) * 4, (None,) * 3),
     "accept_bonus": ((None,) * 7, (None,) * 4),
 }

@@ -30,14 +30,15 @@ def test_all_ops_are_covered():
 
 def test_bytes_and_operations_by_hand():
     by_op = {case.op: case for case in cases.op_cases(SHAPE, jnp.float32)}
-    names = "block_attention", "head_logits", "cache_write", "kv_inject"
-    attention, head, write, inject = (by_op[op] for op in names)
+    names = "block_attention", "head_logits", "cache_write", "kv_inject", "add_norm"
+    attention, head, write, inject, norm = (by_op[op] for op in names)
     rows = 2 * 8
     assert attention.moved_bytes == 4 * ((20 + 40) * 2 * 2 * 16 + rows * (2 * 4 * 16 + 2 * 2 * 16))
     assert attention.flops == 4 * 8 * 4 * 16 * (28 + 48)
     assert head.moved_bytes == 4 * (rows * 32 + 50 * 32 + rows * 50)
     assert head.flops == 2 * rows * 32 * 50
     assert write.moved_bytes == 4 * rows * 2 * 16 * (4 + 4 + 2)  # read q, k, v of R = 2; write q, k, v; k, v once more
+    assert norm.moved_bytes == 4 * (4 * rows * 32 + 32) and norm.flops == 0  # two arrays in, two out
     assert inject.flops == 2 * rows * 32 * 3 * 2 * 2 * 16
     assert inject.moved_bytes == 4 * (rows * 32 + 32 * 192 + 3 * 16 + rows * 192)
 

@@ -15,7 +15,9 @@ PLATFORM = jax.default_backend()
 BACKENDS = [*backends(PLATFORM), *interpreted(PLATFORM)]
 HOSTED = "triton, interpreted"
 # Each program of a grid takes milliseconds.
-HOSTED_IN = ("test_accept", "test_block", "test_head", "test_attention", "test_projected", "test_top_tokens")
+HOSTED_IN = (
+    "test_accept", "test_block", "test_head", "test_attention", "test_projected", "test_top_tokens", "test_norm",
+)  # fmt: skip
 
 
 def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:

@@ -12,6 +12,7 @@ import functools
 import importlib.util
 import inspect
 import sys
+import threading
 import types
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
@@ -24,6 +25,7 @@ import numpy as np
 
 HAVE_TRITON = importlib.util.find_spec("triton") is not None
 NAMES = {"float32": "fp32", "bfloat16": "bf16", "int32": "i32", "uint32": "u32", "bool": "i1"}
+_ONE_AT_A_TIME = threading.Lock()  # each device of a mesh has a thread, and what is patched below is everyone's
 POISON = {"f": np.nan, "V": np.nan, "i": 0x7BAD0BAD}  # of outputs before a kernel writes them; V: bfloat16
 
 
@@ -86,13 +88,15 @@ def _interpret(kernel: Any, pointers: Sequence[Any], grid: tuple[int, ...], cons
             pass
 
     own, dot = InterpretedFunction(kernel.fn), InterpreterBuilder.create_dot
-    with contextlib.ExitStack() as stack:
+    with _ONE_AT_A_TIME, contextlib.ExitStack() as stack:
         stack.enter_context(np.errstate(all="ignore"))  # NaN and infinity are as usual here as on a GPU
         widened = functools.partialmethod(_dot_of_floats, dot)
         stack.enter_context(mock.patch.object(InterpreterBuilder, "create_dot", widened))
         stack.enter_context(mock.patch.object(InterpreterBuilder, "get_bf16", _bfloat16, create=True))
         indexing = functools.partial(_indexing, interpreter._patch_lang_tensor)
         stack.enter_context(mock.patch.object(interpreter, "_patch_lang_tensor", indexing))
+        rounded = functools.partialmethod(_rounding_cast, InterpreterBuilder.cast_impl)
+        stack.enter_context(mock.patch.object(InterpreterBuilder, "cast_impl", rounded))
         for names in (kernel.fn.__globals__, vars(tl), vars(tl.standard)):
             stack.enter_context(_interpreted_helpers(names))
         language: Any = types.SimpleNamespace(__globals__=vars(tl.standard))  # what its functions know, once for all
@@ -125,6 +129,16 @@ def _dot_of_floats(self: Any, dot: Callable[..., Any], a: Any, b: Any, *rest: An
         return TensorHandle((x.data.astype(np.uint32) << 16).view(np.float32), tl.float32)
 
     return dot(self, floats(a), floats(b), *rest)
+
+
+def _rounding_cast(self: Any, cast: Callable[..., Any], x: Any, to: Any) -> Any:
+    """The interpreter (triton 3.6) cuts float32 off where it becomes bfloat16; chips round."""
+    import triton.language as tl
+    from triton.runtime.interpreter import TensorHandle
+
+    if (x.dtype.scalar, to.scalar) != (tl.float32, tl.bfloat16):
+        return cast(self, x, to)
+    return TensorHandle(x.data.astype(jnp.bfloat16).view(np.uint16), tl.bfloat16)
 
 
 @contextmanager

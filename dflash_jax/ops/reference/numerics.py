@@ -76,6 +76,12 @@ def rms_norm(x: Array, weight: Array, eps: float) -> Array:
     return (f * scale).astype(x.dtype) * align(weight, x)
 
 
+def add_norm(x: Array, delta: Array, weight: Array, eps: float) -> tuple[Array, Array]:
+    """(x + delta, its `rms_norm`), each [..., H]: the sum is rounded to x.dtype before it is normed."""
+    total = x + delta
+    return total, rms_norm(total, weight, eps)
+
+
 def align(w: Array | np.ndarray, x: Array) -> Any:
     """w [trailing axes of x] with leading axes of size 1: broadcasting over x on purpose (JAX can refuse the rest)."""
     return w.reshape((1,) * (x.ndim - w.ndim) + w.shape)

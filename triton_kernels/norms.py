@@ -1,0 +1,28 @@
+"""A sum and its norm: one program for a row, which stays in registers between the two."""
+
+from __future__ import annotations
+
+import triton
+import triton.language as tl
+
+
+@triton.jit
+def add_norm_row(
+    x_ref, delta_ref, weight_ref, sum_ref, normed_ref, eps: tl.constexpr, H: tl.constexpr, BH: tl.constexpr
+):
+    """Grid (rows).  x, delta [rows, H] and weight [H] → sum, normed [rows, H]; BH: H or more lanes.
+
+    Rounded where the reference rounds: the sum, the norm before the weight, and after it.
+    """
+    h = tl.arange(0, BH)
+    inside = h < H
+    at = tl.program_id(0).to(tl.int64) * H + h
+    dtype = x_ref.dtype.element_ty
+    x = tl.load(x_ref + at, mask=inside, other=0.0).to(tl.float32)
+    delta = tl.load(delta_ref + at, mask=inside, other=0.0).to(tl.float32)
+    weight = tl.load(weight_ref + h, mask=inside, other=0.0).to(tl.float32)
+    total = (x + delta).to(dtype)
+    tl.store(sum_ref + at, total, mask=inside)
+    f = total.to(tl.float32)
+    normed = (f * tl.math.rsqrt(tl.sum(f * f, axis=0) / H + eps)).to(dtype).to(tl.float32)
+    tl.store(normed_ref + at, (normed * weight).to(dtype), mask=inside)
