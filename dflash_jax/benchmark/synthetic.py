@@ -19,7 +19,14 @@ from dflash_jax.benchmark.engine_contender import Served
 from dflash_jax.config import DraftConfig, read_draft, read_target
 from dflash_jax.drafters import DFlashDrafter, Drafter, NoDrafter, Weights
 from dflash_jax.drafters.registry import check_block_size
-from dflash_jax.engine.build import Loaded, choose_dtype, make_state, plan_sizes, use_compilation_cache
+from dflash_jax.engine.build import (
+    Loaded,
+    choose_dtype,
+    make_state,
+    plan_sizes,
+    rounds_in_place,
+    use_compilation_cache,
+)
 from dflash_jax.engine.engine import Engine
 from dflash_jax.engine.runner import DeviceRunner
 from dflash_jax.engine.settings import EngineSettings
@@ -130,5 +137,5 @@ def serve_preset(
         rate = acceptance_rate(mean, sizes.block_size) if drafted else 0.0
         own = {field.name: getattr(kernels, field.name) for field in dataclasses.fields(kernels)}
         kernels = ForcedAcceptance(**own, rate=rate)
-    steps = Steps(StepConfig(loaded.config, loaded.drafter, sizes.page_size, kernels))
+    steps = Steps(StepConfig(loaded.config, loaded.drafter, sizes.page_size, kernels), rounds_in_place(loaded))
     return Served(Engine(settings, loaded, DeviceRunner(steps, loaded.weights, make_state(loaded, sizes), sizes)))

@@ -76,9 +76,15 @@ def make_runner(loaded: Loaded, settings: EngineSettings) -> DeviceRunner:
         loaded.config, loaded.drafter, sizes.page_size, kernels, settings.draft_sampling, settings.draft_temperature,
         settings.logprobs_mode,
     )  # fmt: skip
-    runner = DeviceRunner(Steps(config), loaded.weights, make_state(loaded, sizes), sizes)
+    steps = Steps(config, rounds_in_place(loaded))
+    runner = DeviceRunner(steps, loaded.weights, make_state(loaded, sizes), sizes)
     log.info("%s; %d pages of %d tokens", runner.memory, sizes.num_pages - 1, sizes.page_size)
     return runner
+
+
+def rounds_in_place(loaded: Loaded) -> bool:
+    """Only there are rounds CUDA graphs; elsewhere, the copy would be one more launch for nothing."""
+    return loaded.platform == "gpu" and loaded.mesh.size == 1
 
 
 def make_state(loaded: Loaded, sizes: RunnerSizes) -> DecodeState:

@@ -34,6 +34,11 @@ def with_logprobs(
     return jnp.concatenate([packed, packed_logprobs(found)], axis=1)
 
 
+def packed_width(block: int, n: int | None) -> int:
+    """Columns of a round's packed result: count, finish and tokens, then what `with_logprobs` adds for `n`."""
+    return 2 + block + (0 if n is None else block * (2 + 2 * n))
+
+
 def with_prompt_logprobs(
     config: StepConfig, weights: Weights, last: Array, following: Array, packed: Array, n: int
 ) -> Array:
