@@ -138,6 +138,7 @@ def plan_sizes(loaded: Loaded, settings: EngineSettings) -> RunnerSizes:
         block_size=settings.block_size or loaded.drafter.max_block,
         prefill_chunk=settings.chunked_prefill_size,
         max_prefill_rows=min(8, settings.max_running_requests),
+        min_batch=settings.min_decode_batch,
     )
 
 

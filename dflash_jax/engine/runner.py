@@ -55,6 +55,7 @@ class RunnerSizes:
     block_size: int
     prefill_chunk: int
     max_prefill_rows: int
+    min_batch: int = 1
 
 
 @dataclass(frozen=True)
@@ -250,13 +251,13 @@ class DeviceRunner:
         return self._decode(slots, block_size, self._all(slots))
 
     def _decode(self, slots: Sequence[int], block_size: int, needs: Needs) -> PackedResult:
-        size, before = bucket(len(slots), self.num_slots), (block_size, self.weights)
+        size, before = self._batch(len(slots)), (block_size, self.weights)
         key = _launch_key("decode_round", size, block_size, needs=needs)
         packed = self._launch(key, self.steps.decode_round, before, self._slots(slots, size), needs=needs)
         return PackedResult(packed, len(slots), block_size, needs=needs)
 
     def decode_masked(self, slots: Sequence[int], block_size: int) -> MaskedRound:
-        size, needs = bucket(len(slots), self.num_slots), self._all(slots)
+        size, needs = self._batch(len(slots)), self._all(slots)
         padded, key = self._slots(slots, size), _launch_key(size, block_size, needs=needs)
         self._admit_arrivals()
         start_s = time.perf_counter()
@@ -277,7 +278,7 @@ class DeviceRunner:
     def decode_key(self, slots: Sequence[int], block_size: int, masked: bool = False) -> tuple[Any, ...]:
         """What a round of these slots is compiled for."""
         name = "accept_block" if masked else "decode_round"
-        return _launch_key(name, bucket(len(slots), self.num_slots), block_size, needs=self._all(slots))
+        return _launch_key(name, self._batch(len(slots)), block_size, needs=self._all(slots))
 
     def is_compiled(self, key: Sequence[Any]) -> bool:
         """Whether there was a launch of that key, so that the next one compiles nothing."""
@@ -304,6 +305,9 @@ class DeviceRunner:
         if not self._needs:  # as for most
             return NOTHING
         return replace(combined(self._needs.get(slot, NOTHING) for slot in slots), prompt_logprobs=None)
+
+    def _batch(self, rows: int) -> int:
+        return bucket(rows, self.num_slots, self.sizes.min_batch)
 
     def _slots(self, slots: Sequence[int], size: int) -> jax.Array:
         """`slots` padded with the padding slot, on the device; the last few batches are kept there."""
@@ -355,7 +359,7 @@ class DeviceRunner:
 
     def spare_batches(self) -> list[list[int]]:
         """Padding slots for a round of each bucket."""
-        return [[self.num_slots] * size for size in buckets(self.num_slots)]
+        return [[self.num_slots] * size for size in buckets(self.num_slots, self.sizes.min_batch)]
 
     def _warm_updates(self) -> None:
         for size in ADMISSION_BUCKETS:

@@ -33,6 +33,7 @@ class EngineSettings:
     all that the request asks for; or the logits of either.  Those of prompts are always the target's own.
     max_model_len: tokens of a request, prompt and output together.
     max_running_requests: requests decoded at once.
+    min_decode_batch: rounds of fewer requests are padded to so many, of which none is compiled then.
     kv_cache_bytes: both pools together.
     chunked_prefill_size: prompt tokens of one prefill launch.
     weights_cache: folder for converted weights (a second start is then fast); None = no cache.
@@ -49,6 +50,7 @@ class EngineSettings:
     max_model_len: int | None = None
     kernels: str = "auto"
     max_running_requests: int = 8
+    min_decode_batch: int = 1
     page_size: int = 16
     kv_cache_bytes: int | None = None
     chunked_prefill_size: int = 512
@@ -72,8 +74,8 @@ class EngineSettings:
         for name in ("enable_prefix_caching", "overlap", "progress"):
             if not isinstance(getattr(self, name), bool):
                 raise UserError(f"{name} must be true or false, not {getattr(self, name)!r}")
-        for name, low in (("max_running_requests", 1), ("page_size", 1), ("chunked_prefill_size", 1),
-                          ("max_model_len", 2), ("kv_cache_bytes", 1)):  # fmt: skip
+        for name, low in (("max_running_requests", 1), ("min_decode_batch", 1), ("page_size", 1),
+                          ("chunked_prefill_size", 1), ("max_model_len", 2), ("kv_cache_bytes", 1)):  # fmt: skip
             value = getattr(self, name)
             if value is not None and (type(value) is not int or value < low):
                 raise UserError(f"{name} must be an integer of at least {low}, not {value!r}")
@@ -81,5 +83,8 @@ class EngineSettings:
             raise UserError(f"block_size must be an integer of at least 2, not {self.block_size!r}")
         if self.block_size is not None and self.speculation == "never":
             raise UserError(f"block_size {self.block_size} has no meaning with speculation 'never'")
+        if self.min_decode_batch > self.max_running_requests:
+            raise UserError(f"min_decode_batch {self.min_decode_batch} is above max_running_requests"
+                            f" {self.max_running_requests}")  # fmt: skip
         if self.page_size & (self.page_size - 1):
             raise UserError(f"page_size {self.page_size} is not a power of two")

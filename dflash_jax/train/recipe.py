@@ -59,7 +59,7 @@ class Plan:
     """`[train]`: `parts` times `sequences` texts of at most `length` tokens a step; the rest as in `TrainConfig` and
     `LossConfig`.  Held-out texts are measured, and the state kept, every `save_every` steps.
     start: `random`, `target` for a draft that begins with the target's last layers, or the folder of a draft of this
-    shape, which is then trained further."""
+    shape (in the recipe relative to the recipe's folder), which is then trained further."""
 
     steps: int
     sequences: int
@@ -116,9 +116,11 @@ def read_recipe(path: Path) -> Recipe:
     except ValueError as error:
         raise UserError(f"{path} is not TOML: {error}") from error
     parts = {"draft": DraftShape, "data": Data, "train": Plan}
-    data = raw.get("data")
+    data, train = raw.get("data"), raw.get("train")
     if isinstance(data, dict) and isinstance(data.get("prompts"), str):
         data["prompts"] = str(path.parent / data["prompts"])
+    if isinstance(train, dict) and isinstance(train.get("start"), str) and train["start"] not in STARTS:
+        train["start"] = str(path.parent / train["start"])
     sections = {name: _section(kind, f"{path}: [{name}]", raw.get(name, {})) for name, kind in parts.items()}
     return _section(Recipe, str(path), {**raw, **sections})
 

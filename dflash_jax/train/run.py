@@ -47,6 +47,7 @@ from dflash_jax.weights import TargetCheckpoint, load_target, open_target
 log = logging.getLogger("dflash_jax")
 Chats = Callable[[str], Encode]
 """A target's name → how its chat template renders messages."""
+LEAST_SHARE = 8  # a round has an eighth of a writer's requests at least: fewer are rare, and each size is compiled
 DATA, CHECKPOINTS, METRICS, CURVES, DRAFT = "data", "checkpoints", "metrics.jsonl", "curves.png", "draft"
 
 
@@ -62,7 +63,8 @@ def write_data(recipe: Recipe, folder: Path, chats: Chats, part: Part | None = N
     longest = max(invented, *(len(p.tokens) for p in given)) if given else invented
     settings = EngineSettings(
         target_name(recipe), data.draft, max_model_len=longest + data.max_answer_tokens,
-        max_running_requests=data.requests, dtype="auto", progress=True,
+        max_running_requests=data.requests, min_decode_batch=max(1, data.requests // LEAST_SHARE), dtype="auto",
+        progress=True,
     )  # fmt: skip
     write_shards(data, folder / DATA, engine_writer(Engine(settings), data.stop_ids), given, part)
     gc.collect()  # an engine holds itself in cycles, and training needs the memory of its pools

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import logging
 
 import jax
@@ -91,6 +92,20 @@ def test_admissions_of_a_step_are_one_call_before_its_launch(monkeypatch):
     assert keys[:2] == [("admit", 8), ("prefill",)] and ("admit", 1) not in keys
 
 
+def test_small_batches_are_padded_to_the_smallest_that_is_asked_for(monkeypatch):
+    device = open_device(V2)
+    prompts = [random_prompt(device, 5, seed) for seed in range(3)]
+    usual = serve_prompts(device.engine(), prompts, greedy(6))
+    monkeypatch.setattr(device, "sizes", dataclasses.replace(device.sizes, min_batch=4))
+    found, launch = set(), device.runner._launch
+    monkeypatch.setattr(device.runner, "_launch", lambda key, *a, **k: (found.add(key[:2]), launch(key, *a, **k))[1])
+    padded = serve_prompts(device.engine(), prompts, greedy(6))
+    assert [r.output_ids for r in padded] == [r.output_ids for r in usual]
+    assert [r.accept_lengths for r in padded] == [r.accept_lengths for r in usual]
+    assert {key for key in found if key[0] == "decode_round"} == {("decode_round", 4)}
+    assert [len(spare) for spare in device.runner.spare_batches()][0] == 4
+
+
 def test_memory_is_told_in_bytes(caplog):
     device = open_device(V2)
     serve_prompts(device.engine(), [[1, 2, 3]], greedy(2))
@@ -125,6 +140,12 @@ def test_26_both_pools_together_obey_the_budget(page_size):
     budget = 41 * bytes_of_a_page(page_size) - 1
     got = sizes_for(kv_cache_bytes=budget, page_size=page_size, max_model_len=4 * page_size, max_running_requests=32)
     assert got.num_pages == 40, "padding page included"
+
+
+def test_the_smallest_batch_is_no_larger_than_the_largest():
+    assert sizes_for(max_model_len=64, max_running_requests=6, min_decode_batch=6).min_batch == 6
+    with pytest.raises(UserError, match="min_decode_batch 7 is above max_running_requests 6"):
+        EngineSettings("", max_running_requests=6, min_decode_batch=7)
 
 
 def test_no_more_pages_than_the_slots_can_use():
