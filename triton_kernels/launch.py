@@ -5,6 +5,8 @@ from __future__ import annotations
 import os
 from typing import Any
 
+from . import Declined
+
 CHOICE = "DFLASH_JAX_TRITON"
 JAX_TRITON, XLA = WAYS = ("jax_triton", "xla")
 
@@ -21,8 +23,8 @@ def launch(kernel: Any, *arrays: Any, **options: Any) -> Any:
 
 
 def way() -> str:
-    """Which of WAYS the environment asks for; jax_triton unless it does.  ValueError: neither."""
+    """Which of WAYS the environment asks for; jax_triton unless it does.  Declined: neither."""
     chosen = os.environ.get(CHOICE) or JAX_TRITON
     if chosen not in WAYS:
-        raise ValueError(f"{CHOICE}={chosen!r} is no way to launch Triton kernels (known: {', '.join(WAYS)})")
+        raise Declined(f"{CHOICE}={chosen!r} is no way to launch Triton kernels (known: {', '.join(WAYS)})")
     return chosen
