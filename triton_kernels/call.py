@@ -244,14 +244,15 @@ def top_tokens(x: Array, k: int) -> tuple[Array, Array]:
     """As the reference op: the k largest of float32 x [..., V], descending, and their ids int32 [..., k]."""
     rows, v = math.prod(x.shape[:-1]), x.shape[-1]
     flat, groups = x.reshape(rows, v), -(-v // GROUP)
-    sizes = {"V": v, "GROUPS": groups, "GROUP": GROUP}
     keys = launch(
         group_maxima, flat, out=ShapeDtypeStruct((rows, groups), jnp.int32),
-        grid=(rows, -(-groups // GROUPS_OF_A_PROGRAM)), num_warps=4, T=GROUPS_OF_A_PROGRAM, **sizes,
+        grid=(rows, -(-groups // GROUPS_OF_A_PROGRAM)), num_warps=4, T=GROUPS_OF_A_PROGRAM,
+        V=v, GROUPS=groups, GROUP=GROUP,
     )  # fmt: skip
     values, ids = launch(
         largest_of_groups, flat, keys,
         out=(ShapeDtypeStruct((rows, k), x.dtype), ShapeDtypeStruct((rows, k), jnp.int32)),
-        grid=(rows,), num_warps=1, K=k, KP=power_of_two(k, 2), GP=power_of_two(groups), **sizes,
+        grid=(rows,), num_warps=1, K=k, KP=power_of_two(k, 2), GP=power_of_two(groups),
+        V=v, GROUPS=groups, GROUP=GROUP,
     )  # fmt: skip
     return values.reshape(*x.shape[:-1], k), ids.reshape(*x.shape[:-1], k)

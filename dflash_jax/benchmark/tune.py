@@ -25,8 +25,7 @@ from dflash_jax.benchmark.split import median_s
 from dflash_jax.engine.build import choose_dtype
 from dflash_jax.errors import UserError
 from dflash_jax.llm import use_platform
-from dflash_jax.ops import Kernels, select
-from dflash_jax.ops.kernel_packages import kernel_module
+from dflash_jax.ops import Kernels, select, tile_rules
 from dflash_jax.ops.shapes import PREFILL, Shape
 
 DEFAULT = ("qwen3-8b", "smollm2-135m")
@@ -53,17 +52,17 @@ def tune(argv: Sequence[str]) -> int:
         raise UserError("tune is for verify and draft shapes: prefill has the tiles that long queries ask for")
     use_platform(None)
     kernels, dtype = select("triton", jax.default_backend()), choose_dtype(args.dtype, jax.default_backend())
-    tiles = kernel_module("triton", "tiles")
+    tiles = tile_rules("triton")
     chip, console = jax.devices()[0].compute_capability, make_console()
     console.print(f"{jax.devices()[0].device_kind}, compute capability {chip}")
     results = []
     for shape in tqdm(shapes, desc="tuning", unit="shape", disable=None):
         results.append(measure(shape, kernels, dtype, tiles))
         console.print(make_table(results[-1]))
+        if args.write:
+            keep(results[-1:], chip, tiles.TUNED)
     if args.output:
         record.write({**record.head(["tune", *argv]), "chip": chip, "results": results}, Path(args.output))
-    if args.write:
-        keep(results, chip, tiles.TUNED)
     return 0
 
 

@@ -4,7 +4,7 @@ Steps call ops through a `Kernels` value (`kernels.block_attention(…)`); the p
 `ops/reference` defines what each computes.
 """
 
-from dflash_jax.ops.dispatch import XLA, Kernels, select
+from dflash_jax.ops.dispatch import XLA, Kernels, select, tile_rules
 from dflash_jax.ops.reference import (
     FILTER,
     GREEDY,
@@ -30,5 +30,5 @@ __all__ = [
     "BROKEN", "FILTER", "GREEDY", "GREEDY_BELOW", "LENGTH", "RUNNING", "SAMPLE", "STOP", "XLA", "Accepted",
     "EditRows", "Kernels", "SamplingRows", "Turned", "align", "apply_rope", "dot", "edited_logits", "first_largest",
     "flat_inputs", "is_broken", "masked_logits", "norm_rope", "packed_logprobs", "processed_logits", "rms_norm",
-    "select", "token_locations", "token_logprobs", "top_tokens",
+    "select", "tile_rules", "token_locations", "token_logprobs", "top_tokens",
 ]  # fmt: skip

@@ -19,7 +19,7 @@ from jax.sharding import Mesh, PartitionSpec
 
 from dflash_jax.errors import UserError
 from dflash_jax.ops import reference
-from dflash_jax.ops.kernel_packages import EXTRAS, kernel_names, load_kernel, load_kernel_package
+from dflash_jax.ops.kernel_packages import EXTRAS, kernel_module, kernel_names, load_kernel, load_kernel_package
 from dflash_jax.ops.reference.accept import Accepted
 from dflash_jax.ops.reference.numerics import Turned
 
@@ -191,6 +191,11 @@ def _refusing(kernel: Callable[..., Any], sentence: str, declined: type[Exceptio
             raise UserError(f"{sentence}: {error} (kernels xla can)") from error
 
     return call
+
+
+def tile_rules(backend: str) -> Any:
+    """The module that says how a backend's launches are cut: `tiles` of its kernel package."""
+    return kernel_module(backend, "tiles")
 
 
 XLA = Kernels()
