@@ -43,15 +43,15 @@ def triton_ir(
     from triton.compiler.compiler import make_backend
 
     target = GPUTarget("cuda", FRONTEND_CAPABILITY, 32)
-    backend = make_backend(target)
-    options: Any = backend.parse_options({"num_warps": num_warps, "num_stages": num_stages})
+    backend: Any = make_backend(target)
+    options = backend.parse_options({"num_warps": num_warps, "num_stages": num_stages})
     context = ir.context()
     ir.load_dialects(context)
     backend.load_dialects(context)
     made = _source(kernel, types, dict(constants)).make_ir(
         target, options, backend.get_codegen_implementation(options), backend.get_module_map(), context
     )
-    return backend.make_ttir(made, {}, options, FRONTEND_CAPABILITY).str_nodebug()  # pyright: ignore
+    return backend.make_ttir(made, {}, options, FRONTEND_CAPABILITY).str_nodebug()
 
 
 def _source(kernel: Any, types: tuple[str, ...], constants: dict[str, Any]) -> Any:

@@ -44,15 +44,17 @@ class DFlashDrafter:
         """One pass over [bonus, MASK × (B−1)]; row k predicts the token at its own position (no shift)."""
         config = self.config
         embedded = embed(weights.target, rows.ids, config.input_embedding_scale)
-        hidden = draft_rows(weights.draft, config, embedded, rows, cache)[:, 1:]
-        head = hidden, head_weight(weights.target), config.output_multiplier, config.logit_softcap
-        if not config.selector and rows.takes_likeliest:
-            return rows.kernels.argmax_head(*head)
-        logits = rows.kernels.head_logits(*head)
-        logits = rows.edited(logits, rows.positions[:, 1:])
-        if config.selector:
-            return select_candidates(weights.draft, config, hidden, logits, rows.ids[:, 0], rows)
-        return rows.choose(logits, rows.positions[:, 1:])
+        hidden = draft_rows(weights.draft, config, embedded, rows, cache)
+        head = head_weight(weights.target), config.output_multiplier, config.logit_softcap
+        if config.selector:  # of all rows, as XLA cuts no slice out of a CUDA graph for a kernel
+            logits = rows.edited(rows.kernels.head_logits(hidden, *head), rows.positions)
+            unary, candidates = rows.kernels.top_tokens(logits, config.selector.top_k)
+            likeliest = unary[:, 1:], candidates[:, 1:]
+            return select_candidates(weights.draft, hidden[:, 1:], likeliest, rows.ids[:, 0], rows)
+        if rows.takes_likeliest:
+            return rows.kernels.argmax_head(hidden[:, 1:], *head)
+        logits = rows.kernels.head_logits(hidden[:, 1:], *head)
+        return rows.choose(rows.edited(logits, rows.positions[:, 1:]), rows.positions[:, 1:])
 
     def absorb(self, weights: Weights, cache: Any, taps: Array, rows: Rows) -> Any:
         return inject_context(weights.draft, self.config, taps, rows.positions, rows.locations, cache, rows.kernels)

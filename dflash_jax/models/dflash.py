@@ -28,7 +28,7 @@ from dflash_jax.layers import (
     swiglu,
 )
 from dflash_jax.models.decoder import Rows
-from dflash_jax.ops import XLA, Kernels, align
+from dflash_jax.ops import Kernels, align
 from dflash_jax.params import Params, ParamSpec
 
 
@@ -168,18 +168,16 @@ def convolve(x: Array, base: Array, delta: Array, group_size: int) -> Array:
 
 
 def select_candidates(
-    params: Params, config: DraftConfig, hidden: Array, logits: Array, anchor: Array, rows: Rows | None = None
+    params: Params, hidden: Array, likeliest: tuple[Array, Array], anchor: Array, rows: Rows | None = None
 ) -> Array:
     """DFlash 2's walk over each position's best candidates: int32 [S, B−1].
 
-    hidden [S, B−1, H] and logits float32 [S, B−1, V] of the rows after the anchor int32 [S].
+    hidden [S, B−1, H] of the rows after the anchor int32 [S]; likeliest: their best logits and whose these are, each
+    [S, B−1, K], of equals the lowest id first, as `top_tokens` gives them.
     score(a → b) = logit[b] + ⟨A[a] ⊙ (W·h), S[b]⟩, each position choosing given the one before
     (greedily, or as `rows` choose: a sample of softmax(score / T) where the request samples).
     """
-    assert config.selector is not None
-    p = params["selector"]
-    kernels = rows.kernels if rows else XLA
-    unary, candidates = kernels.top_tokens(logits, config.selector.top_k)  # [S, B−1, top_k], ties: lowest id first
+    p, (unary, candidates) = params["selector"], likeliest
     projected = dot(hidden, p["hidden"])
     previous, path = anchor, []
     for k in range(hidden.shape[1]):

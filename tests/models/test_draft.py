@@ -12,12 +12,12 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from dflash_jax.config import DraftConfig, SelectorConfig, read_draft
+from dflash_jax.config import DraftConfig, read_draft
 from dflash_jax.drafters import DFlashDrafter, Weights
 from dflash_jax.layers import rms_norm, rope_tables
 from dflash_jax.models import FAMILIES, Rows, embed, head_weight
 from dflash_jax.models.dflash import convolve, draft_rows, fuse_context, inject_context, select_candidates
-from dflash_jax.ops import SAMPLE, XLA, apply_rope
+from dflash_jax.ops import SAMPLE, XLA, apply_rope, top_tokens
 from dflash_jax.state import greedy_rows, no_edits
 from models import goldens
 from models.goldens import DATA, PAIRS, Pair
@@ -94,9 +94,9 @@ def test_the_selector_walks_the_recorded_path(name: str):
     """From the recorded hidden states and logits alone; without the walk another path would come out somewhere."""
     pair = goldens.pair(name)
     golden = {key: jnp.asarray(value)[None] for key, value in pair.golden.items()}
-    path = select_candidates(
-        pair.draft_params, pair.draft, golden["output"][:, 1:], golden["logits"], golden["block_ids"][:, 0]
-    )
+    assert pair.draft.selector
+    likeliest = top_tokens(golden["logits"], pair.draft.selector.top_k)
+    path = select_candidates(pair.draft_params, golden["output"][:, 1:], likeliest, golden["block_ids"][:, 0])
     np.testing.assert_array_equal(path, golden["draft_ids"])
 
 
@@ -152,10 +152,8 @@ def test_the_selector_by_definition(top_k: int):
             path.append(previous)
         expected.append(path)
     params = {"selector": {key: jnp.asarray(value, jnp.float32) for key, value in p.items()}}
-    config = draft_config(selector=SelectorConfig(rank, top_k))
-    found = select_candidates(
-        params, config, jnp.asarray(h, jnp.float32), jnp.asarray(logits, jnp.float32), jnp.asarray(anchor, jnp.int32)
-    )
+    likeliest = top_tokens(jnp.asarray(logits, jnp.float32), top_k)
+    found = select_candidates(params, jnp.asarray(h, jnp.float32), likeliest, jnp.asarray(anchor, jnp.int32))
     np.testing.assert_array_equal(found, expected)
     if top_k == 1:
         np.testing.assert_array_equal(found, logits.argmax(-1))

@@ -53,7 +53,7 @@ def calls() -> list[Any]:
     """All custom calls of a program for CUDA with every op, as jaxlib's MLIR has them."""
     found: list[Any] = []
     with choosing("xla"):
-        module = jax.jit(every_op).trace().lower(lowering_platforms=("cuda",)).compiler_ir()
+        module: Any = jax.jit(every_op).trace().lower(lowering_platforms=("cuda",)).compiler_ir()
     for function in module.body.operations:
         for block in function.regions[0]:
             found += [op for op in block.operations if op.operation.name == "stablehlo.custom_call"]

@@ -14,6 +14,7 @@ from models import goldens
 from dflash_jax.config import DraftConfig
 from dflash_jax.errors import UserError
 from dflash_jax.models.dflash import select_candidates
+from dflash_jax.ops import top_tokens
 from dflash_jax.train.blocks import Blocks, make_blocks
 from dflash_jax.train.forward import draft_hidden, target_hidden, target_taps
 from dflash_jax.train.loss import (
@@ -96,7 +97,9 @@ def test_hits_follow_the_selectors_walk():
     params, config, _, hidden, blocks = case(V2)
     flat = hidden.reshape(-1, *hidden.shape[2:])[:, 1:]
     logits = jnp.asarray(logits_of(V2), jnp.float32).reshape(*flat.shape[:2], -1)
-    path = select_candidates(params, config, flat, logits, blocks.labels.reshape(-1, config.block_size)[:, 0])
+    assert config.selector
+    likeliest = top_tokens(logits, config.selector.top_k)
+    path = select_candidates(params, flat, likeliest, blocks.labels.reshape(-1, config.block_size)[:, 0])
     labels = blocks.labels.at[:, :, 1:].set(path.reshape(blocks.labels[:, :, 1:].shape))
     labels = labels.at[:, :, 4].add(1) % config.vocab_size  # all right but row 4
     told = dataclasses.replace(blocks, labels=labels)
