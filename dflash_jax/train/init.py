@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import dataclasses
 import math
 from pathlib import Path
 from typing import Any
@@ -46,12 +45,17 @@ def like_target(config: DraftConfig, target: Params, params: Params) -> Params:
 
 
 def read_params(folder: Path, config: DraftConfig, target: TargetConfig) -> Params:
-    """The float32 parameters of the draft in `folder`.  UserError where it is not one of configuration `config`."""
+    """The float32 parameters of the draft in `folder`.  UserError where those of `config` have other shapes.
+
+    What shapes nothing may differ: the block, the number of candidates, which layers are tapped.
+    """
     opened = open_draft(folder, target)
-    own, wanted = dataclasses.asdict(opened.config), dataclasses.asdict(config)
-    others = [f"{name} {own[name]} instead of {wanted[name]}" for name in wanted if own[name] != wanted[name]]
+    own, wanted = ({path: spec.shape for path, spec in walk(draft_specs(c))} for c in (opened.config, config))
+    others = [f"{path} {own.get(path)} instead of {wanted.get(path)}" for path in {**wanted, **own}
+              if own.get(path) != wanted.get(path)]  # fmt: skip
     if others:
-        raise UserError(f"the draft in {folder} is not of the recipe's shape: {'; '.join(others)}")
+        raise UserError(f"the draft in {folder} is not of the recipe's shape: {'; '.join(others[:3])}"
+                        + f" and {len(others) - 3} more" * (len(others) > 3))  # fmt: skip
     return load_params(draft_specs(config), opened.table, opened.source, jnp.float32, make_mesh())
 
 

@@ -187,8 +187,11 @@ def test_a_run_that_begins_with_a_draft(tmp_path):
     further = RECIPE.replace("[train]", '[train]\nseed = 5\nstart = "own"')
     second = Run(read_recipe(recipe_file(tmp_path, further)), invented(tmp_path / "second"))
     jax.tree.map(np.testing.assert_array_equal, second.state.params, first.state.params)
+    shorter = Run(read_recipe(recipe_file(tmp_path, further.replace("block_size = 4", "block_size = 3"))), first.folder)
+    jax.tree.map(np.testing.assert_array_equal, shorter.state.params, first.state.params)
     other = read_recipe(recipe_file(tmp_path, further.replace("intermediate_size = 32", "intermediate_size = 16")))
-    with pytest.raises(UserError, match="own is not of the recipe's shape: intermediate_size 32 instead of 16"):
+    told = r"own is not of the recipe's shape: layers.0.mlp.gate_up \(32, 2, 32\) instead of \(32, 2, 16\); "
+    with pytest.raises(UserError, match=told):
         Run(other, tmp_path / "second")
     with pytest.raises(UserError, match="start '.*nowhere' is neither random nor target nor a draft's folder"):
         read_recipe(recipe_file(tmp_path, RECIPE.replace("[train]", '[train]\nstart = "nowhere"')))
