@@ -21,8 +21,7 @@ from dflash_jax.engine.engine import Engine, EngineStopped
 from dflash_jax.llm import LLM
 from dflash_jax.sampling import SamplingParams
 
-WARM_TOKENS = 24  # of an answer; ALONE: answers that come one by one, after those together
-ALONE = 4
+WARM_TOKENS = 24  # of an answer
 
 
 @dataclasses.dataclass(frozen=True)
@@ -63,13 +62,20 @@ class EngineContender:
         self._async = AsyncEngine(self.served.engine)
 
     async def warm_up(self, asks: Sequence[Ask], concurrency: int) -> None:
-        """Compile and time every round; then some answers, which compile the prefills that they need."""
+        """Compile and time every round; then some answers, which compile the prefills that prompts need."""
         with self._told():
             warm_rounds(self.served.engine, sampled=asks[0].temperature > 0)
         short = [dataclasses.replace(ask, max_tokens=min(ask.max_tokens, WARM_TOKENS)) for ask in asks]
         await together(map(self.generate, short[:concurrency]))
-        for ask in short[:ALONE]:
+        for ask in self._of_all_lengths(short):
             await self.generate(ask)
+
+    def _of_all_lengths(self, asks: Sequence[Ask]) -> list[Ask]:
+        """One for each width of prefill; these answers come one by one, after some together."""
+        served, found = self.served, {}
+        for ask in asks:
+            found.setdefault(served.engine.runner.prefill_width(len(served.codec.encode(ask.prompt))), ask)
+        return list(found.values())
 
     def compile_s(self) -> float:
         """Seconds spent on compiling so far."""
@@ -142,6 +148,7 @@ def warm_rounds(engine: Engine, sampled: bool) -> None:
         engine.warmup(progress=False, sampling=True)
         return
     runner, speculation = engine.runner, engine.speculation
+    runner.warm_updates()
     for slots in runner.spare_batches():
         for width in speculation.widths if speculation else [runner.block_size]:
             runner.decode(slots, width).result()

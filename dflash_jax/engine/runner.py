@@ -230,9 +230,13 @@ class DeviceRunner:
         self._update(("extend", size), self.steps.extend, table_updates(updates, size, self.num_slots))
 
     def prefill(self, rows: Sequence[PrefillRow]) -> PackedResult:
-        width = bucket(max(len(row.tokens) for row in rows), self.prefill_chunk, SMALLEST_PREFILL)
+        width = self.prefill_width(max(len(row.tokens) for row in rows))
         size = bucket(len(rows), self.max_prefill_rows)
         return self._prefill(prefill_batch(rows, size, width, spare_slot=self.num_slots), len(rows), self._chunks(rows))
+
+    def prefill_width(self, tokens: int) -> int:
+        """The columns with which a chunk whose longest row has so many tokens is compiled."""
+        return bucket(tokens, self.prefill_chunk, SMALLEST_PREFILL)
 
     def _chunks(self, rows: Sequence[PrefillRow]) -> Needs:
         """What these rows need: other chunks than the last choose no token."""
@@ -347,7 +351,7 @@ class DeviceRunner:
 
         Prefill rows times their width never exceed the chunk, which leaves some pairs of buckets unused.
         """
-        yield "slots and tables", self._warm_updates
+        yield "slots and tables", self.warm_updates
         for one in needs:
             for spare in self.spare_batches():
                 for block in block_sizes:
@@ -361,7 +365,8 @@ class DeviceRunner:
         """Padding slots for a round of each bucket."""
         return [[self.num_slots] * size for size in buckets(self.num_slots, self.sizes.min_batch)]
 
-    def _warm_updates(self) -> None:
+    def warm_updates(self) -> None:
+        """Compile what tells the device of requests and pages."""
         for size in ADMISSION_BUCKETS:
             self._update(("admit", size), self.steps.admit, self._admission([], size))
         for size in UPDATE_BUCKETS:

@@ -19,11 +19,11 @@ class FakeContender:
     """Answers after `seconds`; fails at the request number `fails_at`; compiles in its first run if told to."""
 
     def __init__(self, name: str = "fake", seconds: float = 0.0, fails_at: int | None = None, compiles: int = 0,
-                 max_concurrency: int | None = None):  # fmt: skip
+                 max_concurrency: int | None = None, each_s: float = 1.0):  # fmt: skip
         self.name = name
         self.seconds = seconds
         self.fails_at = fails_at
-        self.compiles = compiles
+        self.compiles, self.each_s, self.compiled_s = compiles, each_s, 0.0
         self.max_concurrency = max_concurrency
         self.asked: list[Ask] = []
         self.at_once = 0
@@ -49,8 +49,9 @@ class FakeContender:
 
     def compile_s(self) -> float:
         """Grows during the first runs."""
+        self.compiled_s += self.each_s * (self.compiles > 0)
         self.compiles -= 1
-        return float(max(self.compiles, 0))
+        return self.compiled_s
 
     async def counters(self) -> Counters | None:
         return None

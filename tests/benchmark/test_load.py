@@ -85,7 +85,7 @@ def test_levels_that_were_measured_are_kept_when_a_later_one_fails():
     assert outcome.error == "fake is tired"
     assert [one.level.label for one in outcome.levels] == ["1"]
     assert outcome.facts == {"kind": "fake"}
-    assert contender.log == ["open", "warm 2", "close"]
+    assert contender.log == ["open", "warm 6", "close"]
 
 
 def test_one_that_serves_one_at_a_time_sits_out():
@@ -105,3 +105,9 @@ def test_a_run_in_which_something_was_compiled_is_run_again():
     outcome = played(contender, plan(Level(concurrency=2)))
     assert len(contender.asked) == 12
     assert len(outcome.levels[0].responses) == 6
+
+
+def test_a_run_in_which_that_took_no_time_to_speak_of_counts():
+    contender = FakeContender(compiles=2, seconds=0.01, each_s=1e-6)
+    played(contender, plan(Level(concurrency=2)))
+    assert len(contender.asked) == 6
