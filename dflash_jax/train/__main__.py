@@ -71,6 +71,8 @@ def run(args: argparse.Namespace) -> None:
         return run_eval(recipe, args)
     if args.stop_at is not None and args.stop_at < 1:
         raise UserError(f"--stop-at must be at least 1, not {args.stop_at}")
+    if args.stage != "data":
+        recipe.train.check_start()
     if args.stage != "train":
         write_data(recipe, args.run, chat_encoder, None if args.shards is None else parse_part(args.shards))
     if args.stage != "data":

@@ -83,7 +83,8 @@ class Plan:
     log_every: int = 20
     save_every: int = 1000
 
-    def __post_init__(self) -> None:
+    def check_start(self) -> None:
+        """UserError where training would have nothing to begin with: before data is written, not only afterwards."""
         if self.start not in STARTS and not Path(self.start).is_dir():
             raise UserError(f"[train] start {self.start!r} is neither {' nor '.join(STARTS)} nor a draft's folder")
 

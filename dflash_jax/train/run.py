@@ -125,6 +125,7 @@ class Run:
     def _first(self, target: Params) -> Params:
         """The draft that training begins with."""
         start, config = self.recipe.train.start, self.config.draft
+        self.recipe.train.check_start()
         if start not in STARTS:
             return read_params(Path(start), config, self.target)
         first = init_draft(config, jax.random.key(self.config.seed))

@@ -193,8 +193,13 @@ def test_a_run_that_begins_with_a_draft(tmp_path):
     told = r"own is not of the recipe's shape: layers.0.mlp.gate_up \(32, 2, 32\) instead of \(32, 2, 16\); "
     with pytest.raises(UserError, match=told):
         Run(other, tmp_path / "second")
-    with pytest.raises(UserError, match="start '.*nowhere' is neither random nor target nor a draft's folder"):
-        read_recipe(recipe_file(tmp_path, RECIPE.replace("[train]", '[train]\nstart = "nowhere"')))
+
+
+def test_a_start_that_is_not_there_is_told_before_anything_is_written(tmp_path, capsys):
+    recipe = recipe_file(tmp_path, RECIPE.replace("[train]", '[train]\nstart = "nowhere"'))
+    assert main([str(recipe), "--run", str(tmp_path / "run")]) == 2
+    assert re.search("start '.*nowhere' is neither random nor target nor a draft's folder", capsys.readouterr().err)
+    assert not (tmp_path / "run").exists()
 
 
 @pytest.mark.slow
