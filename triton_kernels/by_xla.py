@@ -15,6 +15,7 @@ import numpy as np
 
 TARGET = "__gpu$xla.gpu.triton"  # the custom call that XLA's GPU compiler knows
 ALIGNMENT_BYTES = 16  # of XLA's buffers, at least
+PROBED = 64  # numbers in the row of the kernel that is tried
 FRONTEND_CAPABILITY = 90  # XLA compiles for the chip at hand; what the kernels use is one IR for all chips from 8.0 on
 TYPES = {"float32": "fp32", "bfloat16": "bf16", "float16": "fp16", "int32": "i32", "uint32": "u32", "bool": "i1"}
 
@@ -31,6 +32,29 @@ def launch(
     call = jax.ffi.ffi_call(TARGET, out, input_output_aliases=input_output_aliases)
     attributes = {name: np.int32(size) for name, size in sizes.items()}
     return call(*arrays, name=kernel.fn.__name__, ir=text, debug=False, **attributes)
+
+
+def refusal() -> str | None:
+    """Why XLA does not compile a kernel for the GPU at hand; None: it does, or there is no GPU (what is lowered runs
+    elsewhere).
+
+    The custom call is XLA's own affair: a version may lack it, or a Triton that reads the IR of the package's.
+    """
+    if jax.default_backend() != "gpu":
+        return None
+    from .norms import add_norm_row
+
+    row = jax.ShapeDtypeStruct((1, PROBED), np.float32)
+    weight = jax.ShapeDtypeStruct((PROBED,), np.float32)
+
+    def probe(x: Any, w: Any) -> Any:
+        return launch(add_norm_row, x, x, w, out=(row, row), grid=(1,), num_warps=1, eps=1e-6, H=PROBED, BH=PROBED)
+
+    try:
+        jax.jit(probe).lower(row, weight).compile()
+    except Exception as error:  # whatever that version's compiler says
+        return f"{type(error).__name__}: {str(error).splitlines()[0][:120]}" if str(error) else type(error).__name__
+    return None
 
 
 @functools.lru_cache(maxsize=1024)

@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import dataclasses
 import functools
-import importlib.util
 from collections.abc import Callable
 from typing import Any
 
@@ -67,7 +66,6 @@ COMPOSED: dict[str, Callable[..., Any]] = {
 OPS = (*REFERENCE, *COMPOSED)
 PLATFORMS = {"triton": "gpu", "pallas": "tpu"}  # where a backend's kernels run
 INTERPRETED = {"pallas": "cpu"}  # where they are interpreted instead, if asked for: to test them, not to serve
-PACKAGES = {"triton": "jax_triton", "pallas": "jax"}  # what they need
 
 STATIC = "static"
 # The axis of key/value or query heads of each kernel's arguments and results, by which a mesh splits them; None: all
@@ -217,9 +215,16 @@ def missing(backend: str, platform: str) -> str | None:
         return "there are none in this version yet"
     if platform != PLATFORMS[backend]:
         return f"they run on {PLATFORMS[backend]}, and the platform is {platform}"
-    if importlib.util.find_spec(PACKAGES[backend]) is None:
-        return f"the package {PACKAGES[backend]!r} is missing: pip install 'dflash-jax[{EXTRAS[backend]}]'"
-    return None
+    package = _about_launches("missing") if backend == "triton" else None
+    return f"the package {package!r} is missing: pip install 'dflash-jax[{EXTRAS[backend]}]'" if package else None
+
+
+def _about_launches(question: str) -> str | None:
+    """What the Triton package's `launch` answers; what it declines is a sentence to the user."""
+    try:
+        return getattr(kernel_module("triton", "launch"), question)()
+    except load_kernel_package("triton").Declined as error:
+        raise UserError(str(error)) from error
 
 
 def select(choice: str, platform: str, mesh: Mesh | None = None) -> Kernels:
@@ -260,4 +265,7 @@ def _automatic(platform: str) -> tuple[Kernels, str]:
 
 def _described(kernels: Kernels) -> str:
     own = kernels.own_ops
-    return f"{kernels.backend} for {', '.join(own)}, xla for the other ops" if own else kernels.backend
+    if not own:
+        return kernels.backend
+    launched = f" ({_about_launches('described')})" if kernels.backend == "triton" else ""
+    return f"{kernels.backend}{launched} for {', '.join(own)}, xla for the other ops"

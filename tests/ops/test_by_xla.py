@@ -1,4 +1,4 @@
-"""Triton's kernels as XLA is given them (`DFLASH_JAX_TRITON=xla`).  Needs triton, but no GPU and no jax_triton."""
+"""Triton's kernels as XLA is given them.  Needs triton, but no GPU and no jax_triton."""
 
 from __future__ import annotations
 
@@ -121,8 +121,16 @@ def test_what_is_no_way_is_refused():
         jax.eval_shape(lambda: every_op())  # traced anew
 
 
-def test_it_is_jax_triton_unless_asked(monkeypatch: pytest.MonkeyPatch):
-    way = kernel_module("triton", "launch").way
+def test_it_is_xla_unless_asked(monkeypatch: pytest.MonkeyPatch):
+    """Where there is no GPU to ask, too: what is lowered runs elsewhere."""
+    launch = kernel_module("triton", "launch")
     for value in ("", None):
         monkeypatch.delenv(CHOICE, raising=False) if value is None else monkeypatch.setenv(CHOICE, value)
-        assert way() == "jax_triton"
+        assert launch.way() == "xla" and launch.described() == "launched by XLA"
+
+
+def test_an_xla_that_takes_no_kernels_says_why(monkeypatch: pytest.MonkeyPatch):
+    """This machine's compiler, for CPU, knows no such call, as a version without it."""
+    by_xla = kernel_module("triton", "by_xla")
+    monkeypatch.setattr(by_xla.jax, "default_backend", lambda: "gpu")
+    assert "__gpu$xla.gpu.triton" in by_xla.refusal()

@@ -19,6 +19,7 @@ if not hasattr(gpu_triton, "TritonKernelCall"):
 
 def test_kernels_are_called_in_the_way_that_may_be_captured(monkeypatch: pytest.MonkeyPatch):
     """A custom call of the old interface cuts XLA's command buffer in two and is launched from the host."""
+    monkeypatch.setenv("DFLASH_JAX_TRITON", "jax_triton")
     monkeypatch.setattr(gpu_triton, "get_compute_capability", lambda device: 90)
     shape, m = TINY[0], TINY[0].model
     attention = load_kernel("triton", "block_attention").block_attention

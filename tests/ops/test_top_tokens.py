@@ -27,8 +27,10 @@ CASES = {
 @pytest.mark.parametrize("name", CASES)
 def test_as_a_sort_would_find_them(kernels: Kernels, name, k):
     x = jnp.asarray(CASES[name], jnp.float32)
-    for found, wanted in zip(jax.jit(kernels.top_tokens, static_argnums=1)(x, k), jax.lax.top_k(x, k), strict=True):
-        np.testing.assert_array_equal(found, wanted)
+    order = np.argsort(-np.where(np.isnan(x), np.inf, x), axis=-1, kind="stable")[..., :k]  # XLA's own differs by chip
+    values, ids = jax.jit(kernels.top_tokens, static_argnums=1)(x, k)
+    np.testing.assert_array_equal(ids, order)
+    np.testing.assert_array_equal(values, np.take_along_axis(np.asarray(x), order, axis=-1))
 
 
 def test_no_whole_vocabulary_is_sorted():

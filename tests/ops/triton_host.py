@@ -11,6 +11,7 @@ import dataclasses
 import functools
 import importlib.util
 import inspect
+import os
 import sys
 import threading
 import types
@@ -187,7 +188,8 @@ def _standing_in(call: Callable[[Launch, Sequence[Any]], tuple[Any, ...]]) -> It
         del sys.modules[name]
     sys.modules["jax_triton"] = stand_in
     try:
-        yield
+        with mock.patch.dict(os.environ, {"DFLASH_JAX_TRITON": "jax_triton"}):
+            yield
     finally:
         for name in [name for name in sys.modules if _within(name, package, "jax_triton")]:
             del sys.modules[name]
