@@ -11,12 +11,12 @@ from jax import Array
 
 from dflash_jax import axes
 from dflash_jax.config import AttentionShape, RopeConfig, inverse_frequencies
-from dflash_jax.ops import align, dot, flat_inputs, rms_norm
+from dflash_jax.ops import XLA, Kernels, align, dot, flat_inputs, gated, rms_norm
 from dflash_jax.params import Params, ParamSpec
 
 __all__ = [
     "attention_specs", "dot", "layer_specs", "mlp_specs", "norm_spec", "norms_between", "project_out",
-    "project_qkv", "rms_norm", "rope_tables", "swiglu",
+    "project_out_norm", "project_qkv", "rms_norm", "rope_tables", "swiglu", "swiglu_norm",
 ]  # fmt: skip
 
 
@@ -101,15 +101,38 @@ def project_qkv(p: Params, x: Array) -> Array:
 
 def project_out(p: Params, attended: Array) -> Array:
     """attended [S, B, N, D] -> [S, B, H]."""
-    flat = attended.reshape(*attended.shape[:-2], -1)
-    y = dot(flat, flat_inputs(p["o"], 2))
+    y = dot(_flat_heads(attended), flat_inputs(p["o"], 2))
     return y + align(p["o_bias"], y) if "o_bias" in p else y
 
 
-def swiglu(p: Params, x: Array) -> Array:
-    """down(silu(gate·x) ⊙ up·x)."""
-    y = dot(x, p["gate_up"])  # [..., 2, F]
-    if "gate_up_bias" in p:
-        y = y + align(p["gate_up_bias"], y)
-    y = dot(jax.nn.silu(y[..., 0, :]) * y[..., 1, :], p["down"])
+def project_out_norm(
+    p: Params, attended: Array, x: Array, norm: Array, eps: float, kernels: Kernels
+) -> tuple[Array, Array]:
+    """x [S, B, H] + `project_out`, and the norm of it."""
+    if "o_bias" in p:
+        return kernels.add_norm(x, project_out(p, attended), norm, eps)
+    return kernels.project_add_norm(x, _flat_heads(attended), flat_inputs(p["o"], 2), norm, eps)
+
+
+def _flat_heads(attended: Array) -> Array:
+    return attended.reshape(*attended.shape[:-2], -1)
+
+
+def swiglu(p: Params, y: Array, kernels: Kernels = XLA) -> Array:
+    """down(silu(gate·y) ⊙ up·y)."""
+    y = dot(_gated(p, y, kernels), p["down"])
     return y + align(p["down_bias"], y) if "down_bias" in p else y
+
+
+def swiglu_norm(p: Params, y: Array, x: Array, norm: Array, eps: float, kernels: Kernels) -> tuple[Array, Array]:
+    """x [S, B, H] + `swiglu` of y, and the norm of it."""
+    if "down_bias" in p:
+        return kernels.add_norm(x, swiglu(p, y, kernels), norm, eps)
+    return kernels.project_add_norm(x, _gated(p, y, kernels), p["down"], norm, eps)
+
+
+def _gated(p: Params, y: Array, kernels: Kernels) -> Array:
+    if "gate_up_bias" not in p:
+        return kernels.gated_product(y, p["gate_up"])
+    both = dot(y, p["gate_up"])  # [..., 2, F]
+    return gated(both + align(p["gate_up_bias"], both))

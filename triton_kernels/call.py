@@ -6,6 +6,7 @@ import dataclasses
 import math
 from typing import Any
 
+import jax
 import jax.numpy as jnp
 from jax import Array, ShapeDtypeStruct
 
@@ -13,9 +14,10 @@ from .attention import attend, attend_projected, combine
 from .heads import best_of_tiles, first_best
 from .largest import group_maxima, largest_of_groups
 from .launch import launch
-from .norms import add_norm_row
+from .norms import add_norm_row, add_shares_norm
+from .products import gated_tile, share_of_product
 from .rounds import accept_block, place_block
-from .tiles import Tiles, attention_tiles, head_tiles, power_of_two, row_warps
+from .tiles import ProductCut, Tiles, attention_tiles, gated_cut, head_tiles, power_of_two, product_cut, row_warps
 from .writing import inject_write, norm_rope_write
 
 GROUP, GROUPS_OF_A_PROGRAM = 64, 16  # neighbouring tokens; groups that one program looks through
@@ -183,6 +185,57 @@ def add_norm(x: Array, delta: Array, weight: Array, eps: float) -> tuple[Array, 
     return launch(
         add_norm_row, x, delta, weight, out=(shape, shape), grid=(math.prod(x.shape[:-1]),),
         num_warps=row_warps(lanes), eps=eps, H=x.shape[-1], BH=lanes,
+    )  # fmt: skip
+
+
+def project_add_norm(x: Array, y: Array, w: Array, norm: Array, eps: float) -> tuple[Array, Array]:
+    """As the reference op: x + y·w and its norm, each [..., H], of y [..., K] and w [K, H].
+
+    With few rows the product stays in shares [shares, rows, H], which the norm's kernel adds up.
+    """
+    (k, h), rows = w.shape, math.prod(x.shape[:-1])
+    cut = product_cut(rows, k, h, x.dtype.itemsize)
+    if cut is None:
+        return add_norm(x, _product(y, w), norm, eps)
+    steps = -(-k // (cut.depth * cut.shares))
+    shares = -(-k // (cut.depth * steps))  # none without work
+    part = _streamed(
+        share_of_product, y, w, cut, ShapeDtypeStruct((shares, rows, h), jnp.float32), (-(-h // cut.columns), shares),
+        N=h, STEPS=steps,
+    )  # fmt: skip
+    shape, lanes = ShapeDtypeStruct(x.shape, x.dtype), power_of_two(h)
+    return launch(
+        add_shares_norm, x, part, norm, out=(shape, shape), grid=(rows,), num_warps=row_warps(lanes), eps=eps,
+        SHARES=shares, H=h, BH=lanes,
+    )  # fmt: skip
+
+
+def gated_product(y: Array, gate_up: Array) -> Array:
+    """As the reference op: silu(gate·y) ⊙ (up·y), [..., F] of y [..., K] and gate_up [K, 2, F]."""
+    k, _, f = gate_up.shape
+    cut = gated_cut(math.prod(y.shape[:-1]), k, f, y.dtype.itemsize)
+    if cut is None:
+        both = _product(y, gate_up)
+        return jax.nn.silu(both[..., 0, :]) * both[..., 1, :]
+    out = ShapeDtypeStruct((*y.shape[:-1], f), y.dtype)
+    return _streamed(gated_tile, y, gate_up, cut, out, (-(-f // cut.columns),), N=f)
+
+
+def _product(y: Array, w: Array) -> Array:
+    """y [..., K] · w [K, ...] by XLA, as the reference takes it."""
+    precision = jax.lax.Precision.HIGHEST if y.dtype == jnp.float32 else None
+    dims = (((y.ndim - 1,), (0,)), ((), ()))
+    return jax.lax.dot_general(y, w, dims, precision=precision, preferred_element_type=y.dtype)
+
+
+def _streamed(
+    kernel: Any, y: Array, w: Array, cut: ProductCut, out: ShapeDtypeStruct, grid: tuple[int, ...], **sizes: int
+) -> Array:
+    """A kernel of `products.py`."""
+    rows, k = math.prod(y.shape[:-1]), y.shape[-1]
+    return launch(
+        kernel, y, w, out=out, grid=grid, num_warps=cut.warps, num_stages=cut.stages, ROWS=rows, K=k,
+        M=power_of_two(rows), BN=cut.columns, BK=cut.depth, LEFT=cut.left, **sizes,
     )  # fmt: skip
 
 

@@ -7,22 +7,46 @@ import triton.language as tl
 
 
 @triton.jit
-def add_norm_row(
-    x_ref, delta_ref, weight_ref, sum_ref, normed_ref, eps: tl.constexpr, H: tl.constexpr, BH: tl.constexpr
-):
-    """Grid (rows).  x, delta [rows, H] and weight [H] → sum, normed [rows, H]; BH: H or more lanes.
+def _kept(x, delta, at, h, weight_ref, sum_ref, normed_ref, eps: tl.constexpr, H: tl.constexpr):
+    """x + delta and its norm to `at`, of a row of float32 numbers at h [BH], zero past H.
 
     Rounded where the reference rounds: the sum, the norm before the weight, and after it.
     """
-    h = tl.arange(0, BH)
     inside = h < H
-    at = tl.program_id(0).to(tl.int64) * H + h
-    dtype = x_ref.dtype.element_ty
-    x = tl.load(x_ref + at, mask=inside, other=0.0).to(tl.float32)
-    delta = tl.load(delta_ref + at, mask=inside, other=0.0).to(tl.float32)
+    dtype = sum_ref.dtype.element_ty
     weight = tl.load(weight_ref + h, mask=inside, other=0.0).to(tl.float32)
     total = (x + delta).to(dtype)
     tl.store(sum_ref + at, total, mask=inside)
     f = total.to(tl.float32)
     normed = (f * tl.math.rsqrt(tl.sum(f * f, axis=0) / H + eps)).to(dtype).to(tl.float32)
     tl.store(normed_ref + at, (normed * weight).to(dtype), mask=inside)
+
+
+@triton.jit
+def add_norm_row(
+    x_ref, delta_ref, weight_ref, sum_ref, normed_ref, eps: tl.constexpr, H: tl.constexpr, BH: tl.constexpr
+):
+    """Grid (rows).  x, delta [rows, H] and weight [H] → sum, normed [rows, H]; BH: H or more lanes."""
+    h = tl.arange(0, BH)
+    inside = h < H
+    at = tl.program_id(0).to(tl.int64) * H + h
+    x = tl.load(x_ref + at, mask=inside, other=0.0).to(tl.float32)
+    delta = tl.load(delta_ref + at, mask=inside, other=0.0).to(tl.float32)
+    _kept(x, delta, at, h, weight_ref, sum_ref, normed_ref, eps, H)
+
+
+@triton.jit
+def add_shares_norm(
+    x_ref, part_ref, weight_ref, sum_ref, normed_ref,
+    eps: tl.constexpr, SHARES: tl.constexpr, H: tl.constexpr, BH: tl.constexpr,
+):  # fmt: skip
+    """`add_norm_row` of a delta that is the sum of part float32 [SHARES, rows, H], rounded to x's type."""
+    row, h = tl.program_id(0), tl.arange(0, BH)
+    inside = h < H
+    at = row.to(tl.int64) * H + h
+    x = tl.load(x_ref + at, mask=inside, other=0.0).to(tl.float32)
+    delta = tl.zeros([BH], tl.float32)
+    for share in tl.static_range(SHARES):
+        delta += tl.load(part_ref + share * tl.num_programs(0) * H + at, mask=inside, other=0.0)
+    delta = delta.to(x_ref.dtype.element_ty).to(tl.float32)
+    _kept(x, delta, at, h, weight_ref, sum_ref, normed_ref, eps, H)

@@ -14,12 +14,15 @@ from collections.abc import Iterator
 from contextvars import ContextVar
 from dataclasses import dataclass
 from pathlib import Path
-from typing import NamedTuple
+from typing import NamedTuple, TypeVar
 
 import jax
 
 PROGRAMS = 264  # to keep 132 multiprocessors busy, two programs on each
 MOST_SHARES = 32
+FEW_ROWS = 64  # of a product that is as fast as its weight is read
+MOST_PARTS = 8  # of a product's depth: each is written and read again, as float32
+Kind = TypeVar("Kind")
 TUNED = Path(__file__).with_name("tuned.json")
 
 
@@ -68,7 +71,7 @@ def attention_tiles(
 ) -> Tiles:
     """For `rows` rows of `group` query heads on each of `kv_heads`, over tables of `width` committed tokens at most."""
     load = Load(requests * kv_heads, rows * group, head_dim, float32)
-    cut = _FORCED.get() or tuned(load, _chip()) or rule_of_thumb(load)
+    cut = _forced(Cut) or tuned(load, _chip()) or rule_of_thumb(load)
     wanted = cut.programs // (load.streams * -(-load.lanes // cut.lanes))
     shares = max(1, min(wanted, -(-width // (2 * cut.tokens)), MOST_SHARES))
     return Tiles(cut.lanes, cut.tokens, 16 if rows <= 16 else cut.tokens, shares, cut.warps, cut.stages)
@@ -89,8 +92,8 @@ def tuned(load: Load, chip: str | None) -> Cut | None:
 
 
 @contextlib.contextmanager
-def forced(cut: Cut) -> Iterator[None]:
-    """Every launch traced within is cut so: to try it."""
+def forced(cut: Cut | ProductCut) -> Iterator[None]:
+    """Every launch of its kind traced within is cut so: to try it."""
     token = _FORCED.set(cut)
     try:
         yield
@@ -98,7 +101,12 @@ def forced(cut: Cut) -> Iterator[None]:
         _FORCED.reset(token)
 
 
-_FORCED: ContextVar[Cut | None] = ContextVar("cut", default=None)
+_FORCED: ContextVar[Cut | ProductCut | None] = ContextVar("cut", default=None)
+
+
+def _forced(kind: type[Kind]) -> Kind | None:
+    cut = _FORCED.get()
+    return cut if isinstance(cut, kind) else None
 
 
 @functools.cache
@@ -137,3 +145,43 @@ def head_tiles(rows: int, float32: bool) -> HeadTiles:
     if rows <= 64:
         return HeadTiles(power_of_two(rows), 128, 64, warps=4, stages=4)
     return HeadTiles(128, 128, 64, warps=8, stages=4)
+
+
+class ProductCut(NamedTuple):
+    """How a product of few rows with a weight [K, N] is cut.
+
+    columns, depth: of the weight in a step; shares: programs that divide K; left: the weight is the left operand, whose
+    tiles are 64 columns or more on a Hopper (the rows then need no filling up to 64).
+    """
+
+    columns: int
+    depth: int
+    shares: int
+    warps: int
+    stages: int
+    left: bool
+
+
+def product_cut(rows: int, k: int, n: int, itemsize: int) -> ProductCut | None:
+    """For the product of y [rows, k] and w [k, n], in shares; None: XLA's product serves.
+
+    A row's sums do not depend on how many others there are, up to 16.
+    """
+    if cut := _forced(ProductCut):
+        return cut
+    if rows > FEW_ROWS or itemsize != 2:
+        return None
+    columns, depth = (128 if n >= 2048 else 32), 64
+    wanted = max(1, min(PROGRAMS // -(-n // columns), MOST_PARTS, -(-k // depth)))
+    return ProductCut(columns, depth, wanted, warps=4, stages=4, left=columns >= 64)
+
+
+def gated_cut(rows: int, k: int, n: int, itemsize: int) -> ProductCut | None:
+    """The same for w [k, 2, n]: two weights at once, and no shares, since what follows is not linear."""
+    if cut := _forced(ProductCut):
+        return cut
+    if rows > FEW_ROWS or itemsize != 2:
+        return None
+    if n >= 64 * 128:
+        return ProductCut(64, 64, 1, warps=4, stages=4, left=True)
+    return ProductCut(16, 64, 1, warps=2, stages=5, left=False)

@@ -18,8 +18,9 @@ EPS, MASK_ID, STOP_IDS, CANDIDATES = 1e-6, 5, 16, 16
 ENOUGH_BYTES = 1 << 28
 OPS = {
     VERIFY: ("prepare_block", "cache_write", "block_attention", "verify_attention", "head_logits", "sample_tokens",
-             "accept_bonus", "kv_inject", "add_norm"),
-    DRAFT: ("block_attention", "draft_attention", "argmax_head", "top_tokens", "add_norm"),
+             "accept_bonus", "kv_inject", "add_norm", "project_add_norm", "gated_product"),
+    DRAFT: ("block_attention", "draft_attention", "argmax_head", "top_tokens", "add_norm", "project_add_norm",
+            "gated_product"),
     PREFILL: ("cache_write", "prefill_attention", "kv_inject", "add_norm"),
 }  # fmt: skip
 
@@ -29,6 +30,7 @@ class OpCase:
     """One call of an op.
 
     pools: arrays that the op updates in place, first among its arguments.  take: the updated pools out of its result.
+    large: which of the arguments is most of what is read.
     moved_bytes: what has to be read and written; flops: multiplications and additions of matrix products.
     """
 
@@ -39,22 +41,24 @@ class OpCase:
     options: dict[str, Any] = dataclasses.field(default_factory=dict)
     pools: Any = None
     take: Callable[[Any], Any] = lambda result: None
+    large: int = 0
 
     def launcher(self, kernels: Kernels, times: int = 1) -> Callable[[], Any]:
         """A function that launches one program with the op in it `times` times, each on arrays of its own.
 
-        So a chip's launch counts once, and no run finds in a cache what another read: the first of the arguments, or
-        the pools, are there `times` times.  Pools are donated and handed on.
+        So a chip's launch counts once, and no run finds in a cache what another read: the large one of the arguments,
+        or the pools, are there `times` times.  Pools are donated and handed on.
         """
         op = functools.partial(getattr(kernels, self.op), **self.options)
-        lead, *rest = self.arguments if self.pools is None else (self.pools, *self.arguments)
+        rest = list(self.arguments)
+        lead, at = (rest.pop(self.large), self.large) if self.pools is None else (self.pools, 0)
         leads = tuple(jax.tree.map(jnp.copy, lead) for _ in range(times))
         # Numbers are constants of a kernel: they must not become arrays.
         arrays = tuple(None if isinstance(value, float) else value for value in rest)
 
         def program(leads: Any, arrays: Any) -> Any:
             given = [value if array is None else array for array, value in zip(arrays, rest, strict=True)]
-            return [op(first, *given) for first in leads]
+            return [op(*given[:at], lead, *given[at:]) for lead in leads]
 
         if self.pools is None:
             compiled = jax.jit(program)
@@ -214,6 +218,26 @@ def add_norm(shape: Shape, draw: Draw) -> OpCase:
     return OpCase("add_norm", (x, delta, weight, EPS), 2 * size_of(x, delta) + weight.nbytes)
 
 
+def project_add_norm(shape: Shape, draw: Draw) -> OpCase:
+    """The end of an MLP."""
+    return product_case(shape.requests, shape.rows, shape.model.ffn, shape.model.hidden, draw)
+
+
+def product_case(requests: int, rows: int, k: int, hidden: int, draw: Draw) -> OpCase:
+    """`project_add_norm` of any k, the width of what is projected."""
+    x, y = draw.normal(requests, rows, hidden), draw.normal(requests, rows, k)
+    w, norm = draw.normal(k, hidden), draw.normal(hidden)
+    moved_bytes = 3 * x.nbytes + size_of(y, w, norm)
+    return OpCase("project_add_norm", (x, y, w, norm, EPS), moved_bytes, 2 * requests * rows * w.size, large=2)
+
+
+def gated_product(shape: Shape, draw: Draw) -> OpCase:
+    model, tokens = shape.model, shape.requests * shape.rows
+    y, gate_up = draw.normal(shape.requests, shape.rows, model.hidden), draw.normal(model.hidden, 2, model.ffn)
+    moved_bytes = size_of(y, gate_up) + tokens * model.ffn * y.dtype.itemsize
+    return OpCase("gated_product", (y, gate_up), moved_bytes, 2 * tokens * gate_up.size, large=1)
+
+
 def head_logits(shape: Shape, draw: Draw) -> OpCase:
     model = shape.model
     hidden, head = draw.normal(shape.requests, shape.rows, model.hidden), draw.normal(model.vocab, model.hidden)
@@ -267,5 +291,6 @@ def accept_bonus(shape: Shape, draw: Draw) -> OpCase:
 MAKERS = {
     make.__name__: make
     for make in (prepare_block, cache_write, block_attention, verify_attention, draft_attention, prefill_attention,
-                 argmax_head, top_tokens, head_logits, sample_tokens, accept_bonus, kv_inject, add_norm)
+                 argmax_head, top_tokens, head_logits, sample_tokens, accept_bonus, kv_inject, add_norm,
+                 project_add_norm, gated_product)
 }  # fmt: skip

@@ -17,11 +17,11 @@ from dflash_jax.layers import (
     layer_specs,
     norm_spec,
     norms_between,
-    project_out,
+    project_out_norm,
     project_qkv,
     rms_norm,
     rope_tables,
-    swiglu,
+    swiglu_norm,
 )
 from dflash_jax.ops import (
     FILTER,
@@ -128,11 +128,11 @@ def decoder_layer(
     is normed next, and one op does both.  Under `jit` for its cache alone: equal layers are traced and lowered once,
     and the compiler inlines them again.
     """
-    attn, eps, add_norm = p["attn"], config.rms_norm_eps, rows.kernels.add_norm
+    attn, eps = p["attn"], config.rms_norm_eps
     projected = project_qkv(attn, y), attn.get("q_norm"), attn.get("k_norm"), eps, *rope
     out, pool = _attend(rows, pool, projected, window)
-    x, y = add_norm(x, project_out(attn, out), p["post_norm"], eps)
-    return *add_norm(x, swiglu(p["mlp"], y), next_norm, eps), pool
+    x, y = project_out_norm(attn, out, x, p["post_norm"], eps, rows.kernels)
+    return *swiglu_norm(p["mlp"], y, x, next_norm, eps, rows.kernels), pool
 
 
 def _attend(rows: Rows, pool: Array, projected: tuple[Any, ...], window: int | None) -> tuple[Array, Array]:

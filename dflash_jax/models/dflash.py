@@ -7,6 +7,7 @@ written to the draft pool as tokens are committed.  A block is one pass of B row
 from __future__ import annotations
 
 import functools
+from collections.abc import Callable
 from typing import Any
 
 import jax
@@ -22,10 +23,12 @@ from dflash_jax.layers import (
     norm_spec,
     norms_between,
     project_out,
+    project_out_norm,
     project_qkv,
     rms_norm,
     rope_tables,
     swiglu,
+    swiglu_norm,
 )
 from dflash_jax.models.decoder import Rows
 from dflash_jax.ops import Kernels, align
@@ -132,24 +135,24 @@ def _draft_layer(
 
     y: x after the layer's own norm.  Returns x, and x after `next_norm`.
     """
-    eps, add_norm = config.rms_norm_eps, rows.kernels.add_norm
+    attn, mlp, eps, kernels = p["attn"], p["mlp"], config.rms_norm_eps, rows.kernels
 
     def attend(y: Array) -> Array:
-        attn = p["attn"]
         projected = project_qkv(attn, y), attn["q_norm"], attn["k_norm"], eps, *rope
-        attention = rows.kernels.draft_attention
-        out = attention(pool, *projected, rows.page_table, rows.lengths, causal=causal, window=window)
-        return project_out(attn, out)
+        attention = kernels.draft_attention
+        return attention(pool, *projected, rows.page_table, rows.lengths, causal=causal, window=window)
 
-    mlp = functools.partial(swiglu, p["mlp"])
-    x, y = add_norm(x, _convolved(p.get("attn_conv"), config.conv, y, attend), p["post_norm"], eps)
-    return add_norm(x, _convolved(p.get("mlp_conv"), config.conv, y, mlp), next_norm, eps)
+    if config.conv is None:
+        x, y = project_out_norm(attn, attend(y), x, p["post_norm"], eps, kernels)
+        return swiglu_norm(mlp, y, x, next_norm, eps, kernels)
+    attended = _convolved(p["attn_conv"], config.conv, y, lambda y: project_out(attn, attend(y)))
+    x, y = kernels.add_norm(x, attended, p["post_norm"], eps)
+    mixed = _convolved(p["mlp_conv"], config.conv, y, lambda y: swiglu(mlp, y, kernels))
+    return kernels.add_norm(x, mixed, next_norm, eps)
 
 
-def _convolved(p: Params | None, conv: ConvConfig | None, x: Array, sublayer: Any) -> Array:
-    """`sublayer(x)`, or with DFlash 2's convolutions around it (both sides use kernels computed from x)."""
-    if p is None or conv is None:
-        return sublayer(x)
+def _convolved(p: Params, conv: ConvConfig, x: Array, sublayer: Callable[[Array], Array]) -> Array:
+    """`sublayer(x)` with DFlash 2's convolutions around it (both sides use kernels computed from x)."""
     delta = dot(x, p["kernel"])  # [S, B, 2, taps, groups]
     y = sublayer(convolve(x, p["base"][0], delta[..., 0, :, :], conv.group_size))
     return convolve(y, p["base"][1], delta[..., 1, :, :], conv.group_size)

@@ -20,7 +20,7 @@ from dflash_jax.errors import UserError
 from dflash_jax.ops import reference
 from dflash_jax.ops.kernel_packages import EXTRAS, kernel_module, kernel_names, load_kernel, load_kernel_package
 from dflash_jax.ops.reference.accept import Accepted
-from dflash_jax.ops.reference.numerics import Turned
+from dflash_jax.ops.reference.numerics import Turned, dot
 
 CHOICES = ("auto", "xla", "pallas", "triton")
 
@@ -33,6 +33,7 @@ REFERENCE: dict[str, Callable[..., Any]] = {
     "block_attention": reference.paged_attention,
     "prefill_attention": reference.paged_attention,
     "add_norm": reference.add_norm,
+    "gated_product": reference.gated_product,
     "head_logits": reference.head_logits,
     "argmax_head": reference.argmax_head,
     "top_tokens": reference.top_tokens,
@@ -58,10 +59,18 @@ def _draft_attention(
     return kernels.block_attention(q, kv, pool, page_table, lengths, causal=causal, window=window)
 
 
+def _project_add_norm(
+    kernels: Kernels, x: Array, y: Array, w: Array | Turned, norm: Array, eps: float
+) -> tuple[Array, Array]:
+    """A sublayer's last product and what follows it: (x + y·w, its norm), each [..., H], of y [..., K] and w [K, H]."""
+    return kernels.add_norm(x, dot(y, w), norm, eps)
+
+
 # Ops that are several in a row.  A backend may have one kernel for all of it; elsewhere they are what these say.
 COMPOSED: dict[str, Callable[..., Any]] = {
     "verify_attention": _verify_attention,
     "draft_attention": _draft_attention,
+    "project_add_norm": _project_add_norm,
 }
 OPS = (*REFERENCE, *COMPOSED)
 PLATFORMS = {"triton": "gpu", "pallas": "tpu"}  # where a backend's kernels run
@@ -81,8 +90,9 @@ HEAD_AXES: dict[str, tuple[tuple[int | str | None, ...], tuple[int | None, ...]]
     "prepare_block": ((None,) * 4, (None,) * 3),
     "accept_bonus": ((None,) * 7, (None,) * 4),
 }
-# Kernels for one device alone: a mesh splits the vocabulary, and XLA compares its parts.
-UNSPLIT = ("argmax_head", "top_tokens")
+# Kernels for one device alone: a mesh splits the vocabulary, and XLA compares its parts; or what a product sums over,
+# and XLA adds its parts up.
+UNSPLIT = ("argmax_head", "top_tokens", "project_add_norm", "gated_product")
 # Kernels that are no faster than XLA (on an H200): `auto` leaves them out, naming the backend takes them in.
 NO_FASTER = {"triton": ("prepare_block", "accept_bonus", "argmax_head")}
 NAMED: dict[str, Callable[..., Any]] = {"accept_bonus": Accepted}  # of kernels' plain tuples, the op's named result

@@ -20,6 +20,7 @@ class ModelShape:
 
     name: str
     hidden: int
+    ffn: int
     heads: int
     kv_heads: int
     head_dim: int
@@ -81,10 +82,10 @@ class Shape:
         return tuple(self.committed * (i + 1) // self.requests for i in range(self.requests))
 
 
-QWEN3_4B = ModelShape("qwen3-4b", 2560, 32, 8, 128, 151936, 16, 5, 5)
-QWEN3_8B = ModelShape("qwen3-8b", 4096, 32, 8, 128, 151936, 16, 5, 5)
-LLAMA_8B = ModelShape("llama-3.1-8b", 4096, 32, 8, 128, 128256, 10, 5, 5, qk_norm=False)
-SMOLLM2 = ModelShape("smollm2-135m", 576, 9, 3, 64, 49152, 8, 4, 4, qk_norm=False)
+QWEN3_4B = ModelShape("qwen3-4b", 2560, 9728, 32, 8, 128, 151936, 16, 5, 5)
+QWEN3_8B = ModelShape("qwen3-8b", 4096, 12288, 32, 8, 128, 151936, 16, 5, 5)
+LLAMA_8B = ModelShape("llama-3.1-8b", 4096, 14336, 32, 8, 128, 128256, 10, 5, 5, qk_norm=False)
+SMOLLM2 = ModelShape("smollm2-135m", 576, 1536, 9, 3, 64, 49152, 8, 4, 4, qk_norm=False)
 SMOLLM2_DRAFT = dataclasses.replace(SMOLLM2, kv_heads=9)
 MODELS = (QWEN3_4B, QWEN3_8B, LLAMA_8B, SMOLLM2)
 
@@ -115,13 +116,13 @@ REAL: tuple[Shape, ...] = (
 
 # Every head dimension, group size and role of interest, with odd lengths, windows and page sizes.
 TINY: tuple[Shape, ...] = (
-    Shape(ModelShape("tiny-16", 32, 4, 4, 16, 61, 8, 2, 2), VERIFY, 3, 8, 37),
-    Shape(ModelShape("tiny-16", 32, 4, 4, 16, 61, 8, 2, 2), DRAFT, 5, 8, 50, window=12),
-    Shape(ModelShape("tiny-64", 48, 4, 2, 64, 97, 5, 3, 1, qk_norm=False), VERIFY, 4, 5, 64, page_size=8, window=20),
-    Shape(ModelShape("tiny-64", 48, 4, 2, 64, 97, 5, 3, 1, qk_norm=False), DRAFT, 2, 5, 33),
-    Shape(ModelShape("tiny-80", 40, 4, 1, 80, 50, 4, 1, 3), DRAFT, 3, 4, 150),
-    Shape(ModelShape("tiny-128", 64, 3, 1, 128, 64, 16, 1, 2, qk_norm=False), VERIFY, 1, 16, 130, page_size=32),
-    Shape(ModelShape("tiny-16", 32, 4, 4, 16, 61, 8, 2, 2), PREFILL, 2, 24, 13, page_size=4),
+    Shape(ModelShape("tiny-16", 32, 80, 4, 4, 16, 61, 8, 2, 2), VERIFY, 3, 8, 37),
+    Shape(ModelShape("tiny-16", 32, 80, 4, 4, 16, 61, 8, 2, 2), DRAFT, 5, 8, 50, window=12),
+    Shape(ModelShape("tiny-64", 48, 136, 4, 2, 64, 97, 5, 3, 1, qk_norm=False), VERIFY, 4, 5, 64, page_size=8, window=20),
+    Shape(ModelShape("tiny-64", 48, 136, 4, 2, 64, 97, 5, 3, 1, qk_norm=False), DRAFT, 2, 5, 33),
+    Shape(ModelShape("tiny-80", 40, 100, 4, 1, 80, 50, 4, 1, 3), DRAFT, 3, 4, 150),
+    Shape(ModelShape("tiny-128", 64, 192, 3, 1, 128, 64, 16, 1, 2, qk_norm=False), VERIFY, 1, 16, 130, page_size=32),
+    Shape(ModelShape("tiny-16", 32, 80, 4, 4, 16, 61, 8, 2, 2), PREFILL, 2, 24, 13, page_size=4),
 )
 
 

@@ -21,7 +21,7 @@ each_dtype = pytest.mark.parametrize("dtype", TOLERANCE, ids=["float32", "bfloat
 
 
 def model(head_dim: int, heads: int, kv_heads: int) -> ModelShape:
-    return ModelShape("test", 32, heads, kv_heads, head_dim, 61, 8, 1, 1)
+    return ModelShape("test", 32, 64, heads, kv_heads, head_dim, 61, 8, 1, 1)
 
 
 @dataclasses.dataclass

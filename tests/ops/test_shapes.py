@@ -17,8 +17,8 @@ def test_models_are_the_presets(model: ModelShape):
     target = read_target("target", preset["target"])
     draft = read_draft("draft", preset["draft"], target)
     for config, shape in ((target, model), (draft, shapes.SMOLLM2_DRAFT if model is shapes.SMOLLM2 else model)):
-        found = config.hidden_size, config.num_heads, config.num_kv_heads, config.head_dim
-        assert found == (shape.hidden, shape.heads, shape.kv_heads, shape.head_dim)
+        found = config.hidden_size, config.intermediate_size, config.num_heads, config.num_kv_heads, config.head_dim
+        assert found == (shape.hidden, shape.ffn, shape.heads, shape.kv_heads, shape.head_dim)
     assert (target.vocab_size, target.qk_norm) == (model.vocab, model.qk_norm)
     assert (draft.block_size, draft.num_layers, len(draft.taps)) == (model.block, model.draft_layers, model.taps)
 

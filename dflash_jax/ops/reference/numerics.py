@@ -82,6 +82,16 @@ def add_norm(x: Array, delta: Array, weight: Array, eps: float) -> tuple[Array, 
     return total, rms_norm(total, weight, eps)
 
 
+def gated_product(y: Array, gate_up: Array | Turned) -> Array:
+    """silu(gate·y) ⊙ (up·y), [..., F] of y [..., H] and gate_up [H, 2, F]: both products are rounded to y.dtype."""
+    return gated(dot(y, gate_up))
+
+
+def gated(both: Array) -> Array:
+    """silu(gate) ⊙ up, [..., F] of both [..., 2, F]."""
+    return jax.nn.silu(both[..., 0, :]) * both[..., 1, :]
+
+
 def align(w: Array | np.ndarray, x: Array) -> Any:
     """w [trailing axes of x] with leading axes of size 1: broadcasting over x on purpose (JAX can refuse the rest)."""
     return w.reshape((1,) * (x.ndim - w.ndim) + w.shape)
