@@ -1,7 +1,7 @@
 """Products of few rows with a large weight, which take as long as the weight's way from memory.
 
-Each program streams a tile of the weight's columns, and of its depth a share.  Shares are sums of float32; `add_shares_norm`
-(`norms.py`) adds them up where it reads them anyway.
+Each program streams a tile of the weight's columns, and of its depth a share.  What shares give is float32, and
+`add_shares_norm` (`norms.py`) adds it up where a product would be read anyway.
 """
 
 from __future__ import annotations
@@ -12,7 +12,10 @@ import triton.language as tl
 
 @triton.jit
 def _added(y, w, total, LEFT: tl.constexpr):
-    """total + y·w of y [M, BK], w [BK, BN]; with LEFT total is turned, [BN, M]: then a Hopper's widest product serves."""
+    """total + y·w of y [M, BK] and w [BK, BN].
+
+    With LEFT total is turned, [BN, M]: a Hopper's matrix unit then takes the weights straight from shared memory.
+    """
     if LEFT:
         total = tl.dot(tl.trans(w), tl.trans(y), total)
     else:

@@ -29,6 +29,6 @@ from dflash_jax.ops.reference.numerics import Turned, align, apply_rope, dot, fl
 __all__ = [
     "BROKEN", "FILTER", "GREEDY", "GREEDY_BELOW", "LENGTH", "RUNNING", "SAMPLE", "STOP", "XLA", "Accepted",
     "EditRows", "Kernels", "SamplingRows", "Turned", "align", "apply_rope", "dot", "edited_logits", "first_largest",
-    "flat_inputs", "gated", "is_broken", "masked_logits", "norm_rope", "packed_logprobs", "processed_logits", "rms_norm",
-    "select", "tile_rules", "token_locations", "token_logprobs", "top_tokens",
+    "flat_inputs", "gated", "is_broken", "masked_logits", "norm_rope", "packed_logprobs", "processed_logits",
+    "rms_norm", "select", "tile_rules", "token_locations", "token_logprobs", "top_tokens",
 ]  # fmt: skip

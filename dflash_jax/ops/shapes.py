@@ -115,14 +115,16 @@ REAL: tuple[Shape, ...] = (
 )  # fmt: skip
 
 # Every head dimension, group size and role of interest, with odd lengths, windows and page sizes.
+_TINY_16 = ModelShape("tiny-16", 32, 80, 4, 4, 16, 61, 8, 2, 2)
+_TINY_64 = ModelShape("tiny-64", 48, 136, 4, 2, 64, 97, 5, 3, 1, qk_norm=False)
 TINY: tuple[Shape, ...] = (
-    Shape(ModelShape("tiny-16", 32, 80, 4, 4, 16, 61, 8, 2, 2), VERIFY, 3, 8, 37),
-    Shape(ModelShape("tiny-16", 32, 80, 4, 4, 16, 61, 8, 2, 2), DRAFT, 5, 8, 50, window=12),
-    Shape(ModelShape("tiny-64", 48, 136, 4, 2, 64, 97, 5, 3, 1, qk_norm=False), VERIFY, 4, 5, 64, page_size=8, window=20),
-    Shape(ModelShape("tiny-64", 48, 136, 4, 2, 64, 97, 5, 3, 1, qk_norm=False), DRAFT, 2, 5, 33),
+    Shape(_TINY_16, VERIFY, 3, 8, 37),
+    Shape(_TINY_16, DRAFT, 5, 8, 50, window=12),
+    Shape(_TINY_64, VERIFY, 4, 5, 64, page_size=8, window=20),
+    Shape(_TINY_64, DRAFT, 2, 5, 33),
     Shape(ModelShape("tiny-80", 40, 100, 4, 1, 80, 50, 4, 1, 3), DRAFT, 3, 4, 150),
     Shape(ModelShape("tiny-128", 64, 192, 3, 1, 128, 64, 16, 1, 2, qk_norm=False), VERIFY, 1, 16, 130, page_size=32),
-    Shape(ModelShape("tiny-16", 32, 80, 4, 4, 16, 61, 8, 2, 2), PREFILL, 2, 24, 13, page_size=4),
+    Shape(_TINY_16, PREFILL, 2, 24, 13, page_size=4),
 )
 
 

@@ -14,7 +14,9 @@ from dflash_jax.benchmark.__main__ import main
 from dflash_jax.ops.dispatch import OPS, Kernels
 from dflash_jax.ops.shapes import REAL, TINY, VERIFY, ModelShape, Shape, find
 
-MODEL = ModelShape("by-hand", hidden=32, ffn=64, heads=4, kv_heads=2, head_dim=16, vocab=50, block=8, draft_layers=3, taps=2)
+MODEL = ModelShape(
+    "by-hand", hidden=32, ffn=64, heads=4, kv_heads=2, head_dim=16, vocab=50, block=8, draft_layers=3, taps=2
+)
 SHAPE = Shape(MODEL, VERIFY, requests=2, rows=8, committed=40)  # 20 and 40 tokens
 
 

@@ -17,6 +17,7 @@ HOSTED = "triton, interpreted"
 # Each program of a grid takes milliseconds.
 HOSTED_IN = (
     "test_accept", "test_block", "test_head", "test_attention", "test_projected", "test_top_tokens", "test_norm",
+    "test_products",
 )  # fmt: skip
 
 

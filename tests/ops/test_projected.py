@@ -18,7 +18,7 @@ from ops.test_write import EPS, Launch, split
 
 TOLERANCE = {jnp.float32: 2e-5, jnp.bfloat16: 3e-2}
 PLAIN, *_, OTHER = (shape for shape in TINY if shape.role == VERIFY and shape.window is None)
-WIDE = Shape(ModelShape("test", 32, 64, 8, 1, 16, 61, 8, 1, 1), VERIFY, 2, 16, 40)  # more query rows than one tile holds
+WIDE = Shape(ModelShape("test", 32, 64, 8, 1, 16, 61, 8, 1, 1), VERIFY, 2, 16, 40)  # query rows for two tiles
 
 
 @dataclasses.dataclass

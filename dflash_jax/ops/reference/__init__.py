@@ -20,7 +20,7 @@ from dflash_jax.ops.reference.write import cache_write, kv_inject, norm_rope, wr
 
 __all__ = [
     "FILTER", "GREEDY", "GREEDY_BELOW", "SAMPLE", "EditRows", "Logprobs", "SamplingRows", "accept_bonus", "add_norm",
-    "argmax_head", "cache_write", "edited_logits", "first_largest", "gated_product", "head_logits", "is_broken", "kv_inject",
-    "masked_logits", "norm_rope", "packed_logprobs", "paged_attention", "prepare_block", "processed_logits",
-    "sample_tokens", "token_locations", "token_logprobs", "top_tokens", "write_rows",
+    "argmax_head", "cache_write", "edited_logits", "first_largest", "gated_product", "head_logits", "is_broken",
+    "kv_inject", "masked_logits", "norm_rope", "packed_logprobs", "paged_attention", "prepare_block",
+    "processed_logits", "sample_tokens", "token_locations", "token_logprobs", "top_tokens", "write_rows",
 ]  # fmt: skip
