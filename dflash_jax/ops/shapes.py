@@ -14,9 +14,10 @@ VERIFY, DRAFT, PREFILL = "verify", "draft", "prefill"
 
 @dataclasses.dataclass(frozen=True)
 class ModelShape:
-    """What a model fixes: widths, heads, vocabulary, block size, and the draft's layers and taps.
+    """What a model fixes: widths (ffn: of the MLP), heads, vocabulary, block size, and the draft's layers and taps.
 
-    Target and draft are one shape where they have the same heads."""
+    Target and draft are one shape where they have the same heads and width of MLP.
+    """
 
     name: str
     hidden: int
@@ -85,8 +86,9 @@ class Shape:
 QWEN3_4B = ModelShape("qwen3-4b", 2560, 9728, 32, 8, 128, 151936, 16, 5, 5)
 QWEN3_8B = ModelShape("qwen3-8b", 4096, 12288, 32, 8, 128, 151936, 16, 5, 5)
 LLAMA_8B = ModelShape("llama-3.1-8b", 4096, 14336, 32, 8, 128, 128256, 10, 5, 5, qk_norm=False)
+LLAMA_8B_DRAFT = dataclasses.replace(LLAMA_8B, ffn=12288)
 SMOLLM2 = ModelShape("smollm2-135m", 576, 1536, 9, 3, 64, 49152, 8, 4, 4, qk_norm=False)
-SMOLLM2_DRAFT = dataclasses.replace(SMOLLM2, kv_heads=9)
+SMOLLM2_DRAFT = dataclasses.replace(SMOLLM2, kv_heads=9, ffn=896)
 MODELS = (QWEN3_4B, QWEN3_8B, LLAMA_8B, SMOLLM2)
 
 
@@ -109,7 +111,7 @@ REAL: tuple[Shape, ...] = (
     Shape(QWEN3_8B, VERIFY, 32, 16, 4000, each=True),
     Shape(QWEN3_8B, VERIFY, 1, 16, 32768), Shape(QWEN3_8B, DRAFT, 1, 16, 32768),
     Shape(QWEN3_8B, DRAFT, 8, 16, 2048, window=512),
-    *_rounds(LLAMA_8B, 2048), *_prefills(LLAMA_8B),
+    *_rounds(LLAMA_8B, 2048, LLAMA_8B_DRAFT), *_prefills(LLAMA_8B),
     *_rounds(QWEN3_4B, 2048),
     *_rounds(SMOLLM2, 512, SMOLLM2_DRAFT), *_prefills(SMOLLM2),
 )  # fmt: skip

@@ -10,13 +10,15 @@ from dflash_jax.ops import shapes
 from dflash_jax.ops.shapes import DRAFT, MODELS, PREFILL, REAL, TINY, VERIFY, ModelShape, Shape, find
 from dflash_jax.presets import load_preset
 
+DRAFTS = {shapes.SMOLLM2: shapes.SMOLLM2_DRAFT, shapes.LLAMA_8B: shapes.LLAMA_8B_DRAFT}
+
 
 @pytest.mark.parametrize("model", MODELS, ids=lambda model: model.name)
 def test_models_are_the_presets(model: ModelShape):
     preset = load_preset(model.name)
     target = read_target("target", preset["target"])
     draft = read_draft("draft", preset["draft"], target)
-    for config, shape in ((target, model), (draft, shapes.SMOLLM2_DRAFT if model is shapes.SMOLLM2 else model)):
+    for config, shape in ((target, model), (draft, DRAFTS.get(model, model))):
         found = config.hidden_size, config.intermediate_size, config.num_heads, config.num_kv_heads, config.head_dim
         assert found == (shape.hidden, shape.ffn, shape.heads, shape.kv_heads, shape.head_dim)
     assert (target.vocab_size, target.qk_norm) == (model.vocab, model.qk_norm)
