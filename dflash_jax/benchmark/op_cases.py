@@ -30,7 +30,7 @@ class OpCase:
     """One call of an op.
 
     pools: arrays that the op updates in place, first among its arguments.  take: the updated pools out of its result.
-    large: which of the arguments is most of what is read.
+    fresh: which of the arguments are arrays of each call's own.
     moved_bytes: what has to be read and written; flops: multiplications and additions of matrix products.
     """
 
@@ -41,24 +41,23 @@ class OpCase:
     options: dict[str, Any] = dataclasses.field(default_factory=dict)
     pools: Any = None
     take: Callable[[Any], Any] = lambda result: None
-    large: int = 0
+    fresh: tuple[int, ...] = (0,)
 
     def launcher(self, kernels: Kernels, times: int = 1) -> Callable[[], Any]:
         """A function that launches one program with the op in it `times` times, each on arrays of its own.
 
-        So a chip's launch counts once, and no run finds in a cache what another read: the large one of the arguments,
-        or the pools, are there `times` times.  Pools are donated and handed on.
+        So a chip's launch counts once, and no run finds in a cache what another read: the pools, or else the fresh
+        ones of the arguments, are there `times` times.  XLA makes one product of several with the same rows.  Pools are donated and handed on.
         """
         op = functools.partial(getattr(kernels, self.op), **self.options)
-        rest = list(self.arguments)
-        lead, at = (rest.pop(self.large), self.large) if self.pools is None else (self.pools, 0)
+        lead, rest = self._parted()
         leads = tuple(jax.tree.map(jnp.copy, lead) for _ in range(times))
         # Numbers are constants of a kernel: they must not become arrays.
         arrays = tuple(None if isinstance(value, float) else value for value in rest)
 
         def program(leads: Any, arrays: Any) -> Any:
             given = [value if array is None else array for array, value in zip(arrays, rest, strict=True)]
-            return [op(*given[:at], lead, *given[at:]) for lead in leads]
+            return [op(*self._joined(lead, given)) for lead in leads]
 
         if self.pools is None:
             compiled = jax.jit(program)
@@ -71,6 +70,20 @@ class OpCase:
             return leads
 
         return launch
+
+    def _parted(self) -> tuple[Any, list[Any]]:
+        """What each call has of its own, and the other arguments."""
+        if self.pools is not None:
+            return self.pools, list(self.arguments)
+        rest = [value for i, value in enumerate(self.arguments) if i not in self.fresh]
+        return tuple(self.arguments[i] for i in self.fresh), rest
+
+    def _joined(self, lead: Any, rest: list[Any]) -> list[Any]:
+        """All arguments again."""
+        if self.pools is not None:
+            return [lead, *rest]
+        own, others = iter(lead), iter(rest)
+        return [next(own if i in self.fresh else others) for i in range(len(self.arguments))]
 
     @property
     def times(self) -> int:
@@ -228,14 +241,14 @@ def product_case(requests: int, rows: int, k: int, hidden: int, draw: Draw) -> O
     x, y = draw.normal(requests, rows, hidden), draw.normal(requests, rows, k)
     w, norm = draw.normal(k, hidden), draw.normal(hidden)
     moved_bytes = 3 * x.nbytes + size_of(y, w, norm)
-    return OpCase("project_add_norm", (x, y, w, norm, EPS), moved_bytes, 2 * requests * rows * w.size, large=2)
+    return OpCase("project_add_norm", (x, y, w, norm, EPS), moved_bytes, 2 * requests * rows * w.size, fresh=(0, 1, 2))
 
 
 def gated_product(shape: Shape, draw: Draw) -> OpCase:
     model, tokens = shape.model, shape.requests * shape.rows
     y, gate_up = draw.normal(shape.requests, shape.rows, model.hidden), draw.normal(model.hidden, 2, model.ffn)
     moved_bytes = size_of(y, gate_up) + tokens * model.ffn * y.dtype.itemsize
-    return OpCase("gated_product", (y, gate_up), moved_bytes, 2 * tokens * gate_up.size, large=1)
+    return OpCase("gated_product", (y, gate_up), moved_bytes, 2 * tokens * gate_up.size, fresh=(0, 1))
 
 
 def head_logits(shape: Shape, draw: Draw) -> OpCase:

@@ -41,6 +41,10 @@ def test_bytes_and_operations_by_hand():
     assert head.flops == 2 * rows * 32 * 50
     assert write.moved_bytes == 4 * rows * 2 * 16 * (4 + 4 + 2)  # read q, k, v of R = 2; write q, k, v; k, v once more
     assert norm.moved_bytes == 4 * (4 * rows * 32 + 32) and norm.flops == 0  # two arrays in, two out
+    project, gated = by_op["project_add_norm"], by_op["gated_product"]
+    assert project.moved_bytes == 4 * (3 * rows * 32 + rows * 64 + 64 * 32 + 32)  # x in, sum and norm out
+    assert gated.moved_bytes == 4 * (rows * 32 + 32 * 2 * 64 + rows * 64) and gated.flops == 2 * rows * 32 * 128
+    assert project.flops == 2 * rows * 64 * 32
     assert inject.flops == 2 * rows * 32 * 3 * 2 * 2 * 16
     assert inject.moved_bytes == 4 * (rows * 32 + 32 * 192 + 3 * 16 + rows * 192)
 
@@ -74,6 +78,22 @@ def test_a_program_of_several_runs_updates_pools_of_its_own():
     found = launch()
     assert len(found) == 3 and all(not (pools[0] == before).all() for pools in found)
     assert (case.pools[0] == before).all(), "the case can be launched again"
+
+
+def test_every_run_multiplies_rows_and_weights_of_its_own():
+    """By the same rows XLA would multiply once for all of them."""
+    seen = []
+
+    class Watching:
+        def project_add_norm(self, *given):
+            seen.append(given)
+            return given[0]
+
+    [case] = [one for one in cases.op_cases(SHAPE, jnp.float32) if one.op == "project_add_norm"]
+    case.launcher(Watching(), times=2)()
+    first, second = seen
+    assert [getattr(one, "shape", one) for one in first] == [(2, 8, 32), (2, 8, 64), (64, 32), (32,), cases.EPS]
+    assert [one is other for one, other in zip(first, second, strict=True)] == [False, False, False, True, True]
 
 
 def test_a_window_reads_no_more_than_the_window():
