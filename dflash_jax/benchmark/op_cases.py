@@ -47,7 +47,8 @@ class OpCase:
         """A function that launches one program with the op in it `times` times, each on arrays of its own.
 
         So a chip's launch counts once, and no run finds in a cache what another read: the pools, or else the fresh
-        ones of the arguments, are there `times` times.  XLA makes one product of several with the same rows.  Pools are donated and handed on.
+        ones of the arguments, are there `times` times.  XLA makes one product of several with the same rows.
+        Pools are donated and handed on.
         """
         op = functools.partial(getattr(kernels, self.op), **self.options)
         lead, rest = self._parted()
