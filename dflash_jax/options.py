@@ -21,8 +21,8 @@ Group = argparse._ArgumentGroup  # pyright: ignore[reportPrivateUsage]
 ID_LISTS = ("stop_token_ids", "allowed_token_ids", "bad_token_ids")
 SHAPES = ("json_schema", "regex", "choice", "grammar", "json_object")  # `json_schema` is StructuredOutputs.json
 ENGINE_OPTIONS = (
-    "block_size", "speculation", "draft_sampling", "draft_temperature", "logprobs_mode", "dtype", "max_model_len",
-    "kernels", "max_running_requests", "kv_cache_bytes", "overlap", "weights_cache",
+    "block_size", "speculation", "draft_sampling", "draft_temperature", "speculative_token_map", "logprobs_mode",
+    "dtype", "max_model_len", "kernels", "max_running_requests", "kv_cache_bytes", "overlap", "weights_cache",
 )  # fmt: skip
 
 
@@ -104,6 +104,9 @@ def add_execution(group: Group) -> None:
                        " output is the same")  # fmt: skip
     group.add_argument("--draft-temperature", type=float, metavar="T", help="for coupled drafts (default: that of the"
                        " request)")  # fmt: skip
+    group.add_argument("--speculative-token-map", metavar="FILE", help="JSON list of the token ids that the draft may"
+                       " propose to greedy requests; 'none': all (default: on CPU the draft's own list, if it has"
+                       " one)")  # fmt: skip
     group.add_argument("--dtype", choices=("auto", "float32", "bfloat16"), help="of weights and KV cache (default:"
                        " auto = float32 on CPU, bfloat16 elsewhere)")  # fmt: skip
     group.add_argument("--max-model-len", type=int, metavar="N", help="longest prompt and output together, in tokens"

@@ -26,7 +26,9 @@ examples:
   python -m dflash_jax.benchmark kernels --shape smollm2
 
 exit code: 0; 1 where a contender failed and the others' results were kept; 2 after a mistake; 130 after Ctrl-C"""
-ENGINE = ("block_size", "speculation", "dtype", "max_model_len", "kv_cache_bytes", "draft_sampling")
+ENGINE = ("block_size", "speculation", "dtype", "max_model_len", "kv_cache_bytes", "draft_sampling",
+          "speculative_token_map")
+DRAFT_ONLY = ("block_size", "draft_sampling", "speculative_token_map")  # what plain decoding has no use for
 DEFAULTS = {"output_len": 48, "num_prompts": 10, "concurrency": "1,4", "repeats": 1, "seed": 0, "timeout": 120.0}
 
 
@@ -96,6 +98,7 @@ def add_execution(group: Any) -> None:
     group.add_argument("--speculation", choices=("auto", "always"), help="'auto' (default) lets the engine choose each"
                        " round's width by what it measured; 'always' has whole blocks")  # fmt: skip
     group.add_argument("--draft-sampling", choices=("coupled", "argmax"))
+    group.add_argument("--speculative-token-map", metavar="FILE", help="tokens that drafts may be; 'none': all")
     group.add_argument("--dtype", choices=("auto", "float32", "bfloat16"))
     group.add_argument("--platform", choices=("cpu", "gpu", "tpu"))
     group.add_argument("--max-model-len", type=int, metavar="N")

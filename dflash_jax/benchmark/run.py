@@ -136,7 +136,7 @@ def engines(setting: Setting) -> list[Contender]:
 def make_engine(setting: Setting, name: str, draft: str, backend: str) -> EngineContender:
     args, engine = setting.args, options.engine_options(setting.args, setting.plan.most_at_once) | {"kernels": backend}
     if draft == "none":
-        engine = {key: value for key, value in engine.items() if key not in ("block_size", "draft_sampling")}
+        engine = {key: value for key, value in engine.items() if key not in options.DRAFT_ONLY}
     if args.preset is None:
         return EngineContender(name, functools.partial(serve_llm, setting.target, draft, args.platform, **engine))
     mean = args.synthetic_acceptance if draft != "none" else None
@@ -268,7 +268,7 @@ class Stage:
         items = plan.workload.take(plan.num_prompts)
         asks = {item.key: make_ask(item, 0, item.prompt, plan.sampling) for item in items}
         engine = options.engine_options(args, 1) | {"kernels": plain.facts["kernels"]}
-        engine = {key: value for key, value in engine.items() if key not in ("block_size", "draft_sampling")}
+        engine = {key: value for key, value in engine.items() if key not in options.DRAFT_ONLY}
         served: Served = serve_llm(self.setting.target, "none", args.platform, **engine)
         measure_gaps(served, asks, plain_answers(plain), found)
 

@@ -11,7 +11,8 @@ from jax.sharding import Mesh
 from dflash_jax.cache import make_pool, page_bytes
 from dflash_jax.config import DraftConfig
 from dflash_jax.drafters.protocol import Capabilities, Weights
-from dflash_jax.models import Rows, embed, head_weight
+from dflash_jax.drafters.token_map import chosen_head, named
+from dflash_jax.models import Rows, embed
 from dflash_jax.models.dflash import draft_rows, inject_context, select_candidates
 
 
@@ -45,14 +46,15 @@ class DFlashDrafter:
         config = self.config
         embedded = embed(weights.target, rows.ids, config.input_embedding_scale)
         hidden = draft_rows(weights.draft, config, embedded, rows, cache)
-        head = head_weight(weights.target), config.output_multiplier, config.logit_softcap
+        rows_of_head, ids = chosen_head(weights, rows.takes_likeliest)
+        head = rows_of_head, config.output_multiplier, config.logit_softcap
         if config.selector:  # of all rows, as XLA cuts no slice out of a CUDA graph for a kernel
             logits = rows.edited(rows.kernels.head_logits(hidden, *head), rows.positions)
             unary, candidates = rows.kernels.top_tokens(logits, config.selector.top_k)
-            likeliest = unary[:, 1:], candidates[:, 1:]
+            likeliest = unary[:, 1:], named(ids, candidates)[:, 1:]
             return select_candidates(weights.draft, hidden[:, 1:], likeliest, rows.ids[:, 0], rows)
         if rows.takes_likeliest:
-            return rows.kernels.argmax_head(hidden[:, 1:], *head)
+            return named(ids, rows.kernels.argmax_head(hidden[:, 1:], *head))
         logits = rows.kernels.head_logits(hidden[:, 1:], *head)
         return rows.choose(rows.edited(logits, rows.positions[:, 1:]), rows.positions[:, 1:])
 

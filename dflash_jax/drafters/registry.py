@@ -21,9 +21,10 @@ from dflash_jax.drafters.dflash import DFlashDrafter
 from dflash_jax.drafters.ngram import NgramDrafter
 from dflash_jax.drafters.none import NoDrafter
 from dflash_jax.drafters.protocol import Capabilities, Drafter
+from dflash_jax.drafters.token_map import AUTO, NONE, add_token_map, find_token_map, read_token_map
 from dflash_jax.errors import UserError
 from dflash_jax.params import Params
-from dflash_jax.weights import TargetCheckpoint, load_draft, open_draft
+from dflash_jax.weights import DraftCheckpoint, TargetCheckpoint, load_draft, open_draft
 from dflash_jax.weights.turned import lay_out
 
 ENTRY_POINTS = "dflash_jax.drafters"
@@ -36,6 +37,7 @@ class DraftContext:
 
     argument: the text after `NAME:`, "" without one; checkpoint: the opened target, whose weights have not been read;
     dtype: of weights and KV; mesh: where arrays go; block_size: the user's, None for the drafter's own choice;
+    token_map: "auto", "none" or the file of tokens that may be drafted;
     weights_cache: folder for converted weights or None; progress: whether to show bars.
     """
 
@@ -44,6 +46,7 @@ class DraftContext:
     dtype: Any
     mesh: Mesh
     block_size: int | None = None
+    token_map: str = AUTO
     weights_cache: Path | None = None
     progress: bool = False
 
@@ -81,6 +84,8 @@ def make_drafter(draft: str, context: DraftContext) -> tuple[Drafter, Params]:
     `context.argument` does not matter.  UserError for what cannot be had.
     """
     name, argument, factory = find_factory(draft)
+    if name in ("none", "ngram") and context.token_map not in (AUTO, NONE):
+        raise UserError(f"speculative_token_map {context.token_map} needs a draft model, and draft is {draft!r}")
     drafter, params = factory(dataclasses.replace(context, argument=argument))
     check_drafter(name, drafter, context.target)
     check_block_size(context.block_size, drafter.max_block, name)
@@ -171,7 +176,15 @@ def make_dflash(context: DraftContext) -> tuple[Drafter, Params]:
     drafter = DFlashDrafter(opened.config)
     check_block_size(context.block_size, drafter.max_block, "dflash")  # before weights are read
     params = load_draft(opened, context.dtype, context.mesh, context.progress, context.weights_cache)
-    return drafter, lay_out(params, context.mesh, context.dtype)
+    return drafter, _with_token_map(lay_out(params, context.mesh, context.dtype), opened, context)
+
+
+def _with_token_map(params: Params, opened: DraftCheckpoint, context: DraftContext) -> Params:
+    path = find_token_map(context.token_map, opened.path, context.mesh.devices.flat[0].platform)
+    if path is None:
+        return params
+    least = opened.config.selector.top_k if opened.config.selector else 1
+    return add_token_map(params, read_token_map(path, context.target.vocab_size, least))
 
 
 def make_ngram(context: DraftContext) -> tuple[Drafter, Params]:

@@ -15,7 +15,7 @@ from jax.sharding import Mesh
 
 from dflash_jax.cache import make_pool, page_bytes
 from dflash_jax.config import TargetConfig
-from dflash_jax.drafters import DraftContext, Drafter, Weights, make_drafter
+from dflash_jax.drafters import DraftContext, Drafter, Weights, make_drafter, with_heads
 from dflash_jax.engine.round_times import FORMAT, RoundTimes
 from dflash_jax.engine.runner import DeviceRunner, RunnerSizes
 from dflash_jax.engine.settings import CPU_KV_CACHE_BYTES, DEVICE_MEMORY_SHARE, EngineSettings
@@ -55,10 +55,13 @@ def load(settings: EngineSettings) -> Loaded:
     dtype = choose_dtype(settings.dtype, platform)
     checkpoint = open_target(settings.target)
     cache = Path(settings.weights_cache).expanduser() if settings.weights_cache else None
-    context = DraftContext("", checkpoint, dtype, mesh, settings.block_size, cache, settings.progress)
+    context = DraftContext(
+        "", checkpoint, dtype, mesh, settings.block_size, settings.speculative_token_map, cache, settings.progress
+    )  # fmt: skip
     drafter, draft_params = make_drafter("none" if settings.speculation == "never" else settings.draft, context)
     target_params = lay_out(load_target(checkpoint, dtype, mesh, settings.progress, cache), mesh, dtype)
-    return Loaded(checkpoint, drafter, Weights(target_params, draft_params), dtype, platform, mesh)
+    weights = with_heads(Weights(target_params, draft_params))
+    return Loaded(checkpoint, drafter, weights, dtype, platform, mesh)
 
 
 def choose_dtype(name: str, platform: str) -> Any:

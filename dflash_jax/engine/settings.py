@@ -29,6 +29,8 @@ class EngineSettings:
     with the acceptance seen lately; "always" = every round has the whole block; "never" = the draft is not loaded.
     draft_sampling: where a request samples, drafts are drawn with the noise of the target's own draw ("coupled"), at
     draft_temperature if given, or are the likeliest tokens ("argmax").  Acceptance depends on it, the output never.
+    speculative_token_map: JSON file with the token ids that a draft model may propose to greedy requests, whose head is
+    then smaller; "auto" = on CPU the draft's own `token_map.json`, if it has one; "none" = all tokens.
     logprobs_mode: log-probabilities of the target's own distribution, or of the one that tokens are drawn from after
     all that the request asks for; or the logits of either.  Those of prompts are always the target's own.
     max_model_len: tokens of a request, prompt and output together.
@@ -46,6 +48,7 @@ class EngineSettings:
     speculation: str = "auto"
     draft_sampling: str = "coupled"
     draft_temperature: float | None = None
+    speculative_token_map: str = "auto"
     logprobs_mode: str = "raw_logprobs"
     max_model_len: int | None = None
     kernels: str = "auto"
@@ -71,6 +74,9 @@ class EngineSettings:
         heat = self.draft_temperature
         if heat is not None and (isinstance(heat, bool) or not isinstance(heat, Real) or not 0 < heat < float("inf")):
             raise UserError(f"draft_temperature must be a number above 0, not {heat!r}")
+        if not isinstance(self.speculative_token_map, str) or not self.speculative_token_map:
+            raise UserError(f"speculative_token_map must be a file, 'auto' or 'none', not"
+                            f" {self.speculative_token_map!r}")  # fmt: skip
         for name in ("enable_prefix_caching", "overlap", "progress"):
             if not isinstance(getattr(self, name), bool):
                 raise UserError(f"{name} must be true or false, not {getattr(self, name)!r}")

@@ -99,6 +99,10 @@ def test_mistakes_on_the_command_line(tmp_path, capsys):
     (["--eval", "--stage", "data"], "--stage cannot go with --eval"),
     (["--eval"], "has no draft yet"),
     (["--stop-at", "0"], "--stop-at must be at least 1, not 0"),
+    (["--token-map", "0"], "--token-map must be at least 1, not 0"),
+    (["--token-map", "5"], "draft is not there: a token map belongs to a trained draft"),
+    (["--token-map", "5", "--stage", "data", "--stop-at", "3"], "--stage and --stop-at cannot go with --token-map"),
+    (["--token-map", "5", "--eval"], "--token-map cannot go with --eval"),
 ])  # fmt: skip
 def test_mistakes_in_options(tmp_path, capsys, options, message):
     if "-1/2" in options:
@@ -106,6 +110,21 @@ def test_mistakes_in_options(tmp_path, capsys, options, message):
     assert main([str(recipe_file(tmp_path)), "--run", str(tmp_path / "run"), *options]) == 2
     assert re.search(message, capsys.readouterr().err)
     assert not (tmp_path / "run").exists()
+
+
+def test_the_most_frequent_tokens_of_answers_are_kept(tmp_path, capsys):
+    """Those of prompts and of texts that are held out do not count."""
+    run = tmp_path / "run"
+    (run / "draft").mkdir(parents=True)
+    texts = [Conversation([7, 7, 7, 3, 3, 3, 5], 3, False), Conversation([7, 2, 5, 9], 1, False),
+             Conversation([1, 8, 8, 8, 8, 8], 1, True)]  # fmt: skip
+    (run / "data").mkdir()
+    save_shard(run / "data" / "shard-00000.npz", texts)
+    assert main([str(recipe_file(tmp_path)), "--run", str(run), "--token-map", "2"]) == 0
+    assert json.loads((run / "draft" / "token_map.json").read_text()) == [3, 5]
+    assert "71.43% of the tokens in answers" in capsys.readouterr().err
+    assert main([str(recipe_file(tmp_path)), "--run", str(run), "--token-map", "50"]) == 0
+    assert json.loads((run / "draft" / "token_map.json").read_text()) == [2, 3, 5, 9]
 
 
 def with_prompts(folder: Path, *rows: dict, target: Path | None = None, conversations: int = 0) -> Path:
