@@ -21,6 +21,7 @@ from .tiles import ProductCut, Tiles, attention_tiles, gated_cut, head_tiles, po
 from .writing import inject_write, norm_rope_write
 
 GROUP, GROUPS_OF_A_PROGRAM = 64, 16  # neighbouring tokens; groups that one program looks through
+LANES_OF_A_WARP = 2048  # numbers that a warp of `combine` holds: more would not fit its registers
 MOST_TILES = 4  # of a request's rows: each norms and turns the block's keys anew
 
 
@@ -92,9 +93,9 @@ class _Attention:
         g, size, width, exact = pool.shape[2], pool.shape[3], page_table.shape[1], dtype == jnp.float32
         tiles = attention_tiles(s, b, g, n // g, d, width * size, exact)
         constants = {
-            "scale": d**-0.5, "B": b, "W": width, "G": g, "R": n // g, "C": size, "D": d, "BD": power_of_two(d),
-            "M": tiles.rows, "T": tiles.tokens, "BT": tiles.own_tokens, "SHARES": tiles.shares, "CAUSAL": causal,
-            "WINDOW": window or 0, "IEEE": exact,
+            "scale": d**-0.5 / math.log(2), "B": b, "W": width, "G": g, "R": n // g, "C": size, "D": d,
+            "BD": power_of_two(d), "M": tiles.rows, "T": tiles.tokens, "BT": tiles.own_tokens,
+            "SHARES": tiles.shares, "AHEAD": tiles.ahead, "CAUSAL": causal, "WINDOW": window or 0, "IEEE": exact,
         }  # fmt: skip
         return cls(shape, dtype, tiles, g, constants)
 
@@ -108,23 +109,18 @@ class _Attention:
         return -(-self.shape[1] * self.constants["R"] // self.tiles.rows)
 
     @property
-    def parts(self) -> int:
-        """Programs of a tile: one for all, or the shares and one for the block itself."""
-        return self.tiles.shares + (self.tiles.shares > 1)
-
-    @property
     def outputs(self) -> Any:
         """out, and parts and stats where there are several shares."""
         d, tiles = self.shape[3], self.tiles
-        parts = (self.shape[0] * self.kv_heads, self.row_tiles, self.parts)
+        parts = (self.shape[0] * self.kv_heads, self.row_tiles, self.tiles.parts)
         part, stats = ((*parts, tiles.rows, d), (*parts, 2, tiles.rows)) if tiles.shares > 1 else ((1,), (1,))
         return (
-            ShapeDtypeStruct(self.shape, self.dtype), ShapeDtypeStruct(part, jnp.float32),
+            ShapeDtypeStruct(self.shape, self.dtype), ShapeDtypeStruct(part, self.dtype),
             ShapeDtypeStruct(stats, jnp.float32),
         )  # fmt: skip
 
     def launch(self, kernel: Any, *arrays: Array, out: Any, **options: Any) -> Any:
-        grid = (self.shape[0] * self.kv_heads, self.row_tiles, self.parts)
+        grid = (self.shape[0] * self.kv_heads, self.row_tiles, self.tiles.parts)
         return launch(
             kernel, *arrays, out=out, grid=grid, num_warps=self.tiles.warps, num_stages=self.tiles.stages,
             **self.constants, **options,
@@ -133,10 +129,10 @@ class _Attention:
     def combined(self, out: Array, part: Array, stats: Array) -> Array:
         if self.tiles.shares == 1:
             return out
-        c, padded = self.constants, power_of_two(self.parts, 2)
+        c, padded = self.constants, power_of_two(self.tiles.parts, 2)
         return launch(
             combine, part, stats, out=self.outputs[0], grid=(self.shape[0] * self.kv_heads, c["B"] * c["R"]),
-            num_warps=4 if padded * c["BD"] >= 2048 else 1, PARTS=self.parts, PP=padded,
+            num_warps=max(1, padded * c["BD"] // LANES_OF_A_WARP), PARTS=self.tiles.parts, PP=padded,
             **{name: c[name] for name in ("B", "G", "R", "D", "BD", "M")},
         )  # fmt: skip
 

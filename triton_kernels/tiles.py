@@ -29,12 +29,15 @@ TUNED = Path(__file__).with_name("tuned.json")
 @dataclass(frozen=True)
 class Tiles:
     """rows: rows · query heads of a program; tokens, own_tokens: keys of a step over pages and over the block; shares:
-    programs that divide a request's committed tokens."""
+    programs that divide a request's committed tokens; parts: those, and one more where the block has one of its own;
+    ahead: committed tokens of each that are asked for at once, before anything else is done."""
 
     rows: int
     tokens: int
     own_tokens: int
     shares: int
+    parts: int
+    ahead: int
     warps: int
     stages: int
 
@@ -64,6 +67,7 @@ class Cut(NamedTuple):
     warps: int
     stages: int
     programs: int
+    ahead: int = 0
 
 
 def attention_tiles(
@@ -74,7 +78,9 @@ def attention_tiles(
     cut = _forced(Cut) or tuned(load, _chip()) or rule_of_thumb(load)
     wanted = cut.programs // (load.streams * -(-load.lanes // cut.lanes))
     shares = max(1, min(wanted, -(-width // (2 * cut.tokens)), MOST_SHARES))
-    return Tiles(cut.lanes, cut.tokens, 16 if rows <= 16 else cut.tokens, shares, cut.warps, cut.stages)
+    parts = shares + (1 < shares < wanted)
+    own_tokens = 16 if rows <= 16 else cut.tokens
+    return Tiles(cut.lanes, cut.tokens, own_tokens, shares, parts, cut.ahead, cut.warps, cut.stages)
 
 
 def rule_of_thumb(load: Load) -> Cut:

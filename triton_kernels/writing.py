@@ -9,38 +9,53 @@ import triton.language as tl
 @triton.jit
 def _normed(first, second, weights_ref, half, inside, eps, D: tl.constexpr, dtype: tl.constexpr):
     """Rows of two halves [N, D/2] float32, normed as the reference does (rounded before the weight and after)."""
-    mean = (tl.sum(first * first, axis=1) + tl.sum(second * second, axis=1)) / D
-    scale = tl.math.rsqrt(mean + eps)[:, None]
     w1 = tl.load(weights_ref + half, mask=inside, other=0.0).to(tl.float32)[None, :]
     w2 = tl.load(weights_ref + D // 2 + half, mask=inside, other=0.0).to(tl.float32)[None, :]
+    mean = (tl.sum(first * first, axis=1) + tl.sum(second * second, axis=1)) / D
+    scale = tl.math.rsqrt(mean + eps)[:, None]
     first = ((first * scale).to(dtype).to(tl.float32) * w1).to(dtype).to(tl.float32)
     second = ((second * scale).to(dtype).to(tl.float32) * w2).to(dtype).to(tl.float32)
     return first, second
 
 
 @triton.jit
-def turned(
-    x_ref, norm_ref, cos_ref, sin_ref, base, angle, d, ok, eps, D: tl.constexpr, NORM: tl.constexpr, AXIS: tl.constexpr
-):
-    """Vectors of D numbers along AXIS of a tile, normed if NORM and rotated: float32.
+def unturned(x_ref, cos_ref, sin_ref, base, angle, D: tl.constexpr, BH: tl.constexpr):
+    """What `turned` takes of vectors of D numbers that begin at base [N]: their halves, cos and sin, [N, BH] each.
 
-    base and angle (of cos and sin float32 [..., D/2]) say where each vector begins, d counts along it; `ok`: where the
-    tile holds any.  A number's partner, half a vector away, is loaded beside it.
+    angle [N]: where those of cos and sin (float32 [..., D/2]) begin.
     """
-    half = D // 2
-    other = tl.where(d < half, d + half, d - half)
-    x = tl.load(x_ref + base + d, mask=ok, other=0.0).to(tl.float32)
-    y = tl.load(x_ref + base + other, mask=ok, other=0.0).to(tl.float32)
+    return (
+        halves(x_ref, base, D, BH), halves(x_ref, base + D // 2, D, BH), halves(cos_ref, angle, D, BH),
+        halves(sin_ref, angle, D, BH),
+    )  # fmt: skip
+
+
+@triton.jit
+def turned(first, second, cos, sin, norm_ref, eps, D: tl.constexpr, NORM: tl.constexpr):
+    """Halves [N, BH] of vectors, normed if NORM and rotated, in their own type."""
+    half = tl.arange(0, first.shape[1])
+    dtype = first.dtype
+    first, second = first.to(tl.float32), second.to(tl.float32)
     if NORM:
-        dtype = x_ref.dtype.element_ty
-        scale = tl.expand_dims(tl.math.rsqrt(tl.sum(x * x, axis=AXIS) / D + eps), AXIS)
-        w = tl.load(norm_ref + d, mask=d < D, other=0.0).to(tl.float32)
-        v = tl.load(norm_ref + other, mask=d < D, other=0.0).to(tl.float32)
-        x = ((x * scale).to(dtype).to(tl.float32) * w).to(dtype).to(tl.float32)
-        y = ((y * scale).to(dtype).to(tl.float32) * v).to(dtype).to(tl.float32)
-    cos = tl.load(cos_ref + angle + d % half, mask=ok, other=0.0)
-    sin = tl.load(sin_ref + angle + d % half, mask=ok, other=0.0)
-    return tl.where(d < half, x * cos - y * sin, x * cos + y * sin)
+        first, second = _normed(first, second, norm_ref, half, half < D // 2, eps, D, dtype)  # pyright: ignore[reportGeneralTypeIssues]
+    return (first * cos - second * sin).to(dtype), (second * cos + first * sin).to(dtype)
+
+
+@triton.jit
+def halves(x_ref, base, D: tl.constexpr, BH: tl.constexpr):
+    """D / 2 numbers from each of base [N] on: [N, BH], zero past them."""
+    half = tl.arange(0, BH)
+    at = x_ref + base[:, None] + half[None, :]
+    if D == 2 * BH:
+        return tl.load(at)
+    return tl.load(at, mask=(half < D // 2)[None, :], other=0.0)
+
+
+@triton.jit
+def joined(first, second):
+    """Halves [N, BH] side by side: [N, 2 · BH]."""
+    both = tl.permute(tl.join(first, second), (0, 2, 1))
+    return tl.reshape(both, (first.shape[0], 2 * first.shape[1]))
 
 
 @triton.jit

@@ -6,6 +6,7 @@
 from __future__ import annotations
 
 import argparse
+import itertools
 import json
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
@@ -32,6 +33,7 @@ DEFAULT = ("qwen3-8b", "smollm2-135m")
 DESCRIPTION = "How Triton's attention is best cut on this GPU, at named shapes."
 TUNED = {"verify": "verify_attention", "draft": "draft_attention"}
 WORTH = 0.97  # of the rule of thumb's time: less is noise
+AHEAD = 64  # tokens
 THREADS = 8  # Triton compiles outside Python for the most part
 
 
@@ -83,18 +85,24 @@ def measure(shape: Shape, kernels: Kernels, dtype: Any, tiles: Any) -> dict[str,
 
 
 def neighbours(cut: Any, load: Any) -> Iterator[Any]:
-    """The rule of thumb, then others: how deep and in what steps pages are read, by how many programs, of what size."""
+    """The rule of thumb, then others: how deep and in what steps pages are read, by how many programs, of what size.
+
+    Page ids are read ahead of pages: stages 3 and 4 hold two steps of pages, 5 and 6 three.
+    """
     yield cut
-    steps = [(64, 3), (64, 2), (32, 4), (32, 2), (128, 2)] if not load.float32 else [(32, 2), (32, 3), (64, 2)]
-    for programs in (cut.programs, 2 * cut.programs, 4 * cut.programs):
-        for tokens, stages in steps:
-            other = cut._replace(tokens=tokens, stages=stages, programs=programs)
-            if other != cut:
-                yield other
+    steps = [(64, 3), (64, 5), (32, 3), (32, 5)] if not load.float32 else [(32, 2), (32, 3), (64, 2)]
+    for programs, ahead, step in itertools.product((cut.programs, 2 * cut.programs), (0, AHEAD), steps):
+        other = cut._replace(tokens=step[0], stages=step[1], programs=programs, ahead=ahead)
+        if other != cut:
+            yield other
     yield cut._replace(programs=cut.programs // 2)
-    yield cut._replace(warps=8)
+    small = cut._replace(tokens=steps[-1][0], stages=steps[-1][1])  # of which three may share a multiprocessor
+    yield small._replace(programs=3 * cut.programs // 2, ahead=AHEAD)
+    yield cut._replace(tokens=2 * cut.tokens, warps=8)
+    yield cut._replace(warps=8, ahead=AHEAD)
+    yield small._replace(ahead=4 * AHEAD)
     for lanes in sorted({16, 32, 64, 128} - {cut.lanes}):
-        if lanes <= max(16, 2 * load.lanes):
+        if lanes <= max(16, 4 * load.lanes):
             yield cut._replace(lanes=lanes, warps=8 if lanes == 128 else 4)
 
 
@@ -127,7 +135,7 @@ def keep(results: Sequence[dict[str, Any]], chip: str, path: Path) -> None:
 
 def make_table(result: dict[str, Any]) -> Table:
     table = Table(title=result["name"], title_justify="left", pad_edge=False)
-    for heading in ("lanes", "tokens", "warps", "stages", "programs", "µs", "GB/s"):
+    for heading in ("lanes", "tokens", "warps", "stages", "programs", "ahead", "µs", "GB/s"):
         table.add_column(heading, justify="right")
     rule, *others = result["tried"]
     for one in (rule, *sorted(others, key=lambda one: one["us"] or 1e9)[:4]):

@@ -108,6 +108,7 @@ def _prefills(model: ModelShape) -> tuple[Shape, ...]:
 
 REAL: tuple[Shape, ...] = (
     *_rounds(QWEN3_8B, 2048), *_prefills(QWEN3_8B),
+    *(Shape(QWEN3_8B, VERIFY, requests, 16, 1000, each=True) for requests in (1, 8, 32)),
     Shape(QWEN3_8B, VERIFY, 32, 16, 4000, each=True),
     Shape(QWEN3_8B, VERIFY, 1, 16, 32768), Shape(QWEN3_8B, DRAFT, 1, 16, 32768),
     Shape(QWEN3_8B, DRAFT, 8, 16, 2048, window=512),

@@ -32,8 +32,9 @@ def table(tmp_path, monkeypatch):
 
 def test_what_is_tried_differs():
     tried = list(tune.neighbours(RULE, LOAD))
-    assert tried[0] == RULE and len(set(tried)) == len(tried) > 15
+    assert tried[0] == RULE and 15 < len(set(tried)) == len(tried) <= 24
     assert {cut.lanes for cut in tried} == {16, 32, 64, 128}
+    assert all(cut.ahead in (0, 64, 256) and cut.ahead & (cut.ahead - 1) == 0 for cut in tried)
     few = LOAD._replace(lanes=1)
     assert {cut.lanes for cut in tune.neighbours(TILES.rule_of_thumb(few), few)} == {16}
 
@@ -63,6 +64,17 @@ def test_launches_follow_the_table_and_what_is_forced(table, monkeypatch):
     with TILES.forced(RULE._replace(programs=16)):
         tiles = TILES.attention_tiles(1, 16, 8, 4, 128, 4096, False)
     assert (tiles.tokens, tiles.shares) == (64, 2)
+
+
+@pytest.mark.parametrize("programs, width, shares, parts", [
+    (264, 1024, 8, 9),  # no more tokens to share: the block has a program of its own
+    (72, 1024, 8, 9), (64, 1024, 8, 8),  # no more programs: the last takes the block, too
+    (264, 16384, 32, 33), (8, 1024, 1, 1), (264, 64, 1, 1),
+])  # fmt: skip
+def test_the_block_has_a_program_of_its_own_where_there_is_room(programs, width, shares, parts):
+    with TILES.forced(RULE._replace(programs=programs)):
+        tiles = TILES.attention_tiles(1, 16, 8, 4, 128, width, False)
+    assert (tiles.shares, tiles.parts) == (shares, parts)
 
 
 def test_the_table_that_ships_is_of_the_rules_kind():

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import re
 import sys
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import Any
 
@@ -50,10 +50,15 @@ def every_op() -> list[Any]:
 
 @pytest.fixture(scope="module")
 def calls() -> list[Any]:
-    """All custom calls of a program for CUDA with every op, as jaxlib's MLIR has them."""
-    found: list[Any] = []
+    """All custom calls of a program for CUDA with every op."""
     with choosing("xla"):
-        module: Any = jax.jit(every_op).trace().lower(lowering_platforms=("cuda",)).compiler_ir()
+        return calls_of(every_op)
+
+
+def calls_of(program: Callable[[], Any]) -> list[Any]:
+    """As jaxlib's MLIR has them, compiled for CUDA."""
+    found: list[Any] = []
+    module: Any = jax.jit(program).trace().lower(lowering_platforms=("cuda",)).compiler_ir()
     for function in module.body.operations:
         for block in function.regions[0]:
             found += [op for op in block.operations if op.operation.name == "stablehlo.custom_call"]
@@ -95,6 +100,19 @@ def test_pools_are_written_in_place(calls: list[Any]):
         assert f"output_tuple_indices = [{index if len(call.results) > 1 else ''}]" in alias
         seen.add(name)
     assert seen == set(IN_PLACE)
+
+
+def test_jaxlibs_triton_reads_what_asks_for_pages_ahead():
+    dialect, mlir = pytest.importorskip("jaxlib.triton.dialect"), pytest.importorskip("jaxlib.mlir.ir")
+    [case] = [one for one in op_cases(find(NAMES[0]), jnp.bfloat16) if one.op == "block_attention"]
+    tiles = kernel_module("triton", "tiles")
+    with choosing("xla"), tiles.forced(tiles.Cut(64, 64, 4, 3, 264, ahead=64)):
+        first, _ = calls_of(lambda: Kernels("triton").block_attention(*case.arguments, **case.options))
+    text = config(first)["ir"].value
+    assert "prefetch.global.L2" in text
+    with mlir.Context() as context:
+        dialect.register_dialect(context)
+        assert mlir.Module.parse(text).operation.verify()
 
 
 def test_jaxlibs_triton_reads_every_kernel(calls: list[Any]):

@@ -10,11 +10,14 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
+from dflash_jax.ops import dispatch
 from dflash_jax.ops.dispatch import Kernels
+from dflash_jax.ops.kernel_packages import kernel_module
 from dflash_jax.ops.shapes import TINY, VERIFY, ModelShape, Shape
 from ops import dense
 from ops.dense import QUICKLY
 from ops.test_write import EPS, Launch, split
+from ops.triton_host import HAVE_TRITON, interpreting
 
 TOLERANCE = {jnp.float32: 2e-5, jnp.bfloat16: 3e-2}
 PLAIN, *_, OTHER = (shape for shape in TINY if shape.role == VERIFY and shape.window is None)
@@ -91,6 +94,21 @@ def test_a_draft_layer_only_reads_the_pool(kernels: Kernels, shape: Shape, causa
     case = Projected.of(shape, jnp.float32, norm=True)
     found = case.run(kernels.draft_attention, causal=causal, window=window)
     check(found, case.expected(causal, window), jnp.float32)
+
+
+@pytest.mark.skipif(not HAVE_TRITON, reason="triton is not installed")
+@pytest.mark.parametrize("programs, parts", [(24, 2), (36, 3), (12, 1)])
+def test_the_block_is_a_part_apart_or_the_last_shares(programs: int, parts: int):
+    """Two shares of 12 streams, and room for the block or not; and one program for all."""
+    case = Projected.of(PLAIN, jnp.bfloat16, norm=True)
+    dispatch._kernel.cache_clear()
+    with interpreting():
+        tiles = kernel_module("triton", "tiles")
+        with tiles.forced(tiles.Cut(lanes=16, tokens=16, warps=4, stages=2, programs=programs)):
+            assert tiles.attention_tiles(3, 8, 4, 1, 16, 48, False).parts == parts
+            found = case.run(Kernels("triton").draft_attention, causal=False)
+    dispatch._kernel.cache_clear()
+    check(found, case.expected(False, None), jnp.bfloat16)
 
 
 def holds_something(pool: np.ndarray) -> np.ndarray:

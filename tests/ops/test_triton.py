@@ -2,14 +2,16 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import jax
 import jax.numpy as jnp
 import pytest
 
-from dflash_jax.benchmark.op_cases import op_cases
+from dflash_jax.benchmark.op_cases import OpCase, op_cases
 from dflash_jax.ops import dispatch
 from dflash_jax.ops.dispatch import Kernels
-from dflash_jax.ops.kernel_packages import kernel_names
+from dflash_jax.ops.kernel_packages import kernel_module, kernel_names
 from dflash_jax.ops.shapes import find
 from ops.triton_host import HAVE_TRITON, Launch, recording
 
@@ -30,8 +32,7 @@ def launches(dtype: type) -> list[Launch]:
 
     def trace() -> None:
         for case in (case for name in NAMES for case in op_cases(find(name), dtype)):
-            pools = () if case.pools is None else (case.pools,)
-            getattr(Kernels("triton"), case.op)(*pools, *case.arguments, **case.options)
+            call(case)
             used.add(case.op)
 
     def key(one: Launch) -> str:
@@ -61,3 +62,23 @@ def test_the_head_in_float32_compiles():
     for one in launches(jnp.float32):
         if one.kernel.fn.__name__ == "best_of_tiles":
             assert one.compile(90).metadata.shared <= SHARED_BYTES[90]
+
+
+def test_pages_that_are_asked_for_ahead():
+    """Of both kernels of attention, keys and values alike; no program asks unless its cut says so."""
+    tiles = kernel_module("triton", "tiles")
+    case = find("smollm2-135m verify 1x8 over 512")
+    load = tiles.Load(case.model.kv_heads, case.rows * case.model.group, case.model.head_dim, False)
+    rule = tiles.rule_of_thumb(load)
+    for ahead in (0, 64):
+        with recording() as found, kernel_module("triton", "tiles").forced(rule._replace(ahead=ahead)):
+            dispatch._kernel.cache_clear()
+            jax.eval_shape(lambda: [call(one) for one in op_cases(case, jnp.bfloat16) if "attention" in one.op])
+        dispatch._kernel.cache_clear()
+        asked = [one.compile(90).asm["ptx"].count("prefetch.global.L2") for one in found if one.grid[2:]]
+        assert len(asked) == 2 and all(n == (2 if ahead else 0) for n in asked)
+
+
+def call(case: OpCase) -> Any:
+    pools = () if case.pools is None else (case.pools,)
+    return getattr(Kernels("triton"), case.op)(*pools, *case.arguments, **case.options)

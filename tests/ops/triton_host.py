@@ -98,7 +98,7 @@ def _interpret(kernel: Any, pointers: Sequence[Any], grid: tuple[int, ...], cons
         stack.enter_context(mock.patch.object(interpreter, "_patch_lang_tensor", indexing))
         rounded = functools.partialmethod(_rounding_cast, InterpreterBuilder.cast_impl)
         stack.enter_context(mock.patch.object(InterpreterBuilder, "cast_impl", rounded))
-        for names in (kernel.fn.__globals__, vars(tl), vars(tl.standard)):
+        for names in (*_modules(kernel), vars(tl), vars(tl.standard)):
             stack.enter_context(_interpreted_helpers(names))
         language: Any = types.SimpleNamespace(__globals__=vars(tl.standard))  # what its functions know, once for all
         stack.callback(_patch_lang(language).restore)
@@ -140,6 +140,16 @@ def _rounding_cast(self: Any, cast: Callable[..., Any], x: Any, to: Any) -> Any:
     if (x.dtype.scalar, to.scalar) != (tl.float32, tl.bfloat16):
         return cast(self, x, to)
     return TensorHandle(x.data.astype(jnp.bfloat16).view(np.uint16), tl.bfloat16)
+
+
+def _modules(kernel: Any) -> list[dict[str, Any]]:
+    """What the kernel's module knows, and the modules of the helpers that it takes from elsewhere."""
+    from triton.runtime.jit import JITFunction
+
+    known = kernel.fn.__globals__
+    helpers = [value.fn.__globals__ for value in known.values() if isinstance(value, JITFunction)]
+    own = {id(names): names for names in (known, *helpers)}
+    return [names for names in own.values() if not str(names["__name__"]).startswith("triton.")]
 
 
 @contextmanager
