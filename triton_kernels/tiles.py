@@ -20,8 +20,7 @@ import jax
 
 PROGRAMS = 264  # to keep 132 multiprocessors busy, two programs on each
 MOST_SHARES = 32
-FEW_ROWS = 64  # of a product that is as fast as its weight is read
-MOST_PARTS = 8  # of a product's depth: each is written and read again, as float32
+FEW_ROWS = 16  # of a product that is as fast as its weight is read; more were not measured
 Kind = TypeVar("Kind")
 TUNED = Path(__file__).with_name("tuned.json")
 
@@ -171,15 +170,16 @@ class ProductCut(NamedTuple):
 def product_cut(rows: int, k: int, n: int, itemsize: int) -> ProductCut | None:
     """For the product of y [rows, k] and w [k, n], in shares; None: XLA's product serves.
 
-    A row's sums do not depend on how many others there are, up to 16.
+    A row's sums do not depend on how many others there are.
     """
     if cut := _forced(ProductCut):
         return cut
     if rows > FEW_ROWS or itemsize != 2:
         return None
-    columns, depth = (128 if n >= 2048 else 32), 64
-    wanted = max(1, min(PROGRAMS // -(-n // columns), MOST_PARTS, -(-k // depth)))
-    return ProductCut(columns, depth, wanted, warps=4, stages=4, left=columns >= 64)
+    wide = n >= 2048
+    columns, depth, most = (64, 64, 4) if wide else (32, 128, 6)
+    shares = max(1, min(PROGRAMS // -(-n // columns), most, -(-k // depth)))
+    return ProductCut(columns, depth, shares, warps=4, stages=5 if wide else 3, left=wide)
 
 
 def gated_cut(rows: int, k: int, n: int, itemsize: int) -> ProductCut | None:
@@ -189,5 +189,5 @@ def gated_cut(rows: int, k: int, n: int, itemsize: int) -> ProductCut | None:
     if rows > FEW_ROWS or itemsize != 2:
         return None
     if n >= 64 * 128:
-        return ProductCut(64, 64, 1, warps=4, stages=4, left=True)
+        return ProductCut(64, 32, 1, warps=4, stages=6, left=True)
     return ProductCut(16, 64, 1, warps=2, stages=5, left=False)

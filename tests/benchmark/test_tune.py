@@ -39,6 +39,13 @@ def test_what_is_tried_differs():
     assert {cut.lanes for cut in tune.neighbours(TILES.rule_of_thumb(few), few)} == {16}
 
 
+def test_what_runs_first_is_at_no_disadvantage(monkeypatch):
+    """The chip's clock rises while it works."""
+    slowness = iter([5.0, 4.0, 3.0, 2.0, 1.0, 1.0, 1.0, 1.0, 1.0])
+    monkeypatch.setattr(tune, "median_s", lambda launch: launch() * next(slowness))
+    assert list(tune.fastest([lambda: 10.0, lambda: 30.0, lambda: 20.0])) == [10.0, 30.0, 20.0]
+
+
 def test_only_what_is_better_is_kept(table):
     other = LOAD._replace(streams=256)
     tune.keep([result(LOAD, (RULE, 10.0), (BETTER, 8.0)), result(other, (RULE, 10.0), (BETTER, 9.9))], "9.0", table)
