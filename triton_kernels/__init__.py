@@ -1,4 +1,4 @@
-"""Triton kernels for CUDA GPUs, launched by jax_triton or XLA: one folder per op, under the names of `dflash_jax.ops`.
+"""Triton kernels for CUDA GPUs, launched by XLA or jax_triton: one folder per op, under the names of `dflash_jax.ops`.
 
 `dflash_jax.ops.kernel_packages` imports this folder as `dflash_jax_triton_kernels`; nothing else does.  It imports
 nothing of `dflash_jax`, and its modules import each other relatively.

@@ -1,8 +1,8 @@
 """Attention of rows over committed pages and their own block: flash attention through a page table.
 
 One program takes a tile of a request's rows (all query heads of one key/value head together) and a share of its
-committed tokens.  With several shares a request, one more program takes the block itself and `combine` merges them all;
-that is what fills the chip when few requests run.  Cost follows what is committed.
+committed tokens.  The last share's program takes the block itself, or one more does where there is room for it, and
+`combine` merges several; that is what fills the chip when few requests run.  Cost follows what is committed.
 """
 
 from __future__ import annotations
@@ -35,7 +35,7 @@ def _lanes(D: tl.constexpr, BD: tl.constexpr):
 
 @triton.jit
 def _fold(q, keys, values, seen, best, total, mixed, scale, IEEE: tl.constexpr):
-    """Keys and values [T, BD] folded into a running softmax; seen bool [M, T].  Scores · scale are powers of two."""
+    """Keys and values [T, BD] folded into a running softmax; seen bool [M, T].  Scores · scale are exponents of two."""
     if IEEE:
         scores = tl.dot(q, tl.trans(keys), input_precision="ieee")
     else:
@@ -52,9 +52,7 @@ def _fold(q, keys, values, seen, best, total, mixed, scale, IEEE: tl.constexpr):
 
 
 @triton.jit
-def _range(
-    length, first_row, share, T: tl.constexpr, SHARES: tl.constexpr, WINDOW: tl.constexpr
-):  # fmt: skip
+def _range(length, first_row, share, T: tl.constexpr, SHARES: tl.constexpr, WINDOW: tl.constexpr):
     """The first of a share of `length` committed tokens, and its end.  Empty where start >= end."""
     first = 0
     if WINDOW > 0:
@@ -177,7 +175,7 @@ def attend(
 
     q [S, B, G·R, D]; kv [S, B, 2, G, D]; pool [P, 2, G, C, D]; table [S, W]; lengths [S].  Row m of a request is block
     row m // R, query head m % R.  With one share it writes out [S, B, G·R, D]; else part [S·G, tiles, parts, M, D] and
-    float32 stats [S·G, tiles, parts, 2, M] = best score as a power of two, weight sum.  WINDOW 0: none.
+    float32 stats [S·G, tiles, parts, 2, M] = best score as an exponent of two, weight sum.  WINDOW 0: none.
     """
     sg, tile, share = tl.program_id(0), tl.program_id(1), tl.program_id(2)
     s, g = sg // G, sg % G

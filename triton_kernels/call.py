@@ -113,7 +113,7 @@ class _Attention:
     def outputs(self) -> Any:
         """out, and parts and stats where there are several shares."""
         d, tiles = self.shape[3], self.tiles
-        parts = (self.shape[0] * self.kv_heads, self.row_tiles, self.tiles.parts)
+        parts = (self.shape[0] * self.kv_heads, self.row_tiles, tiles.parts)
         part, stats = ((*parts, tiles.rows, d), (*parts, 2, tiles.rows)) if tiles.shares > 1 else ((1,), (1,))
         return (
             ShapeDtypeStruct(self.shape, self.dtype), ShapeDtypeStruct(part, self.dtype),
@@ -299,16 +299,19 @@ def top_tokens(x: Array, k: int) -> tuple[Array, Array]:
         grid=(rows, -(-groups // GROUPS_OF_A_PROGRAM)), num_warps=4, T=GROUPS_OF_A_PROGRAM,
         V=v, GROUPS=groups, GROUP=GROUP,
     )  # fmt: skip
-    if k > MOST_ONE_BY_ONE:
-        values, ids = _largest_by_xla(flat, keys, k)
-        return values.reshape(*x.shape[:-1], k), ids.reshape(*x.shape[:-1], k)
-    values, ids = launch(
-        largest_of_groups, flat, keys,
+    values, ids = (_largest_one_by_one if k <= MOST_ONE_BY_ONE else _largest_by_xla)(flat, keys, k)
+    return values.reshape(*x.shape[:-1], k), ids.reshape(*x.shape[:-1], k)
+
+
+def _largest_one_by_one(x: Array, keys: Array, k: int) -> tuple[Array, Array]:
+    """As `_largest_by_xla`, by a warp for each row."""
+    (rows, v), groups = x.shape, keys.shape[-1]
+    return launch(
+        largest_of_groups, x, keys,
         out=(ShapeDtypeStruct((rows, k), x.dtype), ShapeDtypeStruct((rows, k), jnp.int32)),
         grid=(rows,), num_warps=1, K=k, KP=power_of_two(k, 2), GP=power_of_two(groups),
         V=v, GROUPS=groups, GROUP=GROUP,
     )  # fmt: skip
-    return values.reshape(*x.shape[:-1], k), ids.reshape(*x.shape[:-1], k)
 
 
 def _largest_by_xla(x: Array, keys: Array, k: int) -> tuple[Array, Array]:

@@ -1,6 +1,7 @@
 """The K largest of each row of logits, in two steps: only groups with large maxima can hold them.
 
-XLA's top-k takes 53 µs of an H200 for 7 rows of 768 numbers; so does it for 1,024.
+XLA's top-k of 16 takes 53 µs of an H200 for 7 rows of 768 numbers; so does it for 1,024.  For a larger K the second
+step is XLA's (`top_tokens` in `call.py`).
 """
 
 from __future__ import annotations

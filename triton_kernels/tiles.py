@@ -21,8 +21,8 @@ import jax
 PROGRAMS = 264  # to keep 132 multiprocessors busy, two programs on each
 MOST_SHARES = 32
 FEW_ROWS = 16  # of a product that is as fast as its weight is read; more were not measured
-Kind = TypeVar("Kind")
 TUNED = Path(__file__).with_name("tuned.json")
+Kind = TypeVar("Kind")
 
 
 @dataclass(frozen=True)

@@ -84,9 +84,9 @@ def norm_rope_write(
         x1, x2 = tl.where(is_query, q1, k1), tl.where(is_query, q2, k2)
     cos = tl.load(cos_ref + sb * (D // 2) + half, mask=inside, other=0.0)[None, :]
     sin = tl.load(sin_ref + sb * (D // 2) + half, mask=inside, other=0.0)[None, :]
-    turned = is_query | is_key
-    out1 = tl.where(turned, x1 * cos - x2 * sin, first).to(dtype)
-    out2 = tl.where(turned, x2 * cos + x1 * sin, second).to(dtype)
+    rotates = is_query | is_key
+    out1 = tl.where(rotates, x1 * cos - x2 * sin, first).to(dtype)
+    out2 = tl.where(rotates, x2 * cos + x1 * sin, second).to(dtype)
 
     queries = is_query & inside[None, :]
     at_q = (sb * (G * R) + g * R + r)[:, None] * D + half[None, :]

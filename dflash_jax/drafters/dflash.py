@@ -46,8 +46,8 @@ class DFlashDrafter:
         config = self.config
         embedded = embed(weights.target, rows.ids, config.input_embedding_scale)
         hidden = draft_rows(weights.draft, config, embedded, rows, cache)
-        rows_of_head, ids = chosen_head(weights, rows.takes_likeliest)
-        head = rows_of_head, config.output_multiplier, config.logit_softcap
+        weight, ids = chosen_head(weights, rows.takes_likeliest)
+        head = weight, config.output_multiplier, config.logit_softcap
         if config.selector:  # of all rows, as XLA cuts no slice out of a CUDA graph for a kernel
             logits = rows.edited(rows.kernels.head_logits(hidden, *head), rows.positions)
             unary, candidates = rows.kernels.top_tokens(logits, config.selector.top_k)

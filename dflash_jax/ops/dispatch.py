@@ -103,8 +103,8 @@ class Kernels:
     """The backend in use; `reason` says why and is printed at start-up.  Hashable by all but that.
 
     interpret: kernels are run by JAX, not by the chip they are for.  spared: ops that are XLA's though this backend has
-    kernels for them.  mesh: each device runs a kernel on its own heads
-    (XLA cannot split a kernel); None or one device: there is nothing to split.
+    kernels for them.  mesh: each device runs a kernel on its own heads (XLA cannot split a kernel); None or one device:
+    there is nothing to split.
     """
 
     backend: str = "xla"

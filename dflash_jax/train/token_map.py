@@ -27,4 +27,4 @@ def write_token_map(data: Path, draft: Path, size: int) -> tuple[Path, float]:
     ids = np.sort(ids[counts[ids] > 0])
     path = draft / FILE
     path.write_text(json.dumps(ids.tolist(), separators=(",", ":")) + "\n", encoding="utf-8")
-    return path, counts[ids].sum() / counts.sum()
+    return path, float(counts[ids].sum() / counts.sum())
