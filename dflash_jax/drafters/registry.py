@@ -21,7 +21,7 @@ from dflash_jax.drafters.dflash import DFlashDrafter
 from dflash_jax.drafters.ngram import NgramDrafter
 from dflash_jax.drafters.none import NoDrafter
 from dflash_jax.drafters.protocol import Capabilities, Drafter
-from dflash_jax.drafters.token_map import AUTO, NONE, add_token_map, find_token_map, read_token_map
+from dflash_jax.drafters.token_map import AUTO, NONE, add_token_map, find_token_map, has_token_map, read_token_map
 from dflash_jax.errors import UserError
 from dflash_jax.params import Params
 from dflash_jax.weights import DraftCheckpoint, TargetCheckpoint, load_draft, open_draft
@@ -84,10 +84,10 @@ def make_drafter(draft: str, context: DraftContext) -> tuple[Drafter, Params]:
     `context.argument` does not matter.  UserError for what cannot be had.
     """
     name, argument, factory = find_factory(draft)
-    if name in ("none", "ngram") and context.token_map not in (AUTO, NONE):
-        raise UserError(f"speculative_token_map {context.token_map} needs a draft model, and draft is {draft!r}")
     drafter, params = factory(dataclasses.replace(context, argument=argument))
     check_drafter(name, drafter, context.target)
+    if context.token_map not in (AUTO, NONE) and not has_token_map(params):
+        raise UserError(f"speculative_token_map {context.token_map} needs a DFlash draft, and draft is {draft!r}")
     check_block_size(context.block_size, drafter.max_block, name)
     return drafter, params
 

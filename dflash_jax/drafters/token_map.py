@@ -62,9 +62,13 @@ def read_token_map(path: Path, vocab_size: int, least: int) -> np.ndarray:
     return ids
 
 
+def has_token_map(params: Params) -> bool:
+    return isinstance(params, dict) and KEY in params
+
+
 def with_heads(weights: Weights) -> Weights:
     """`weights`, and if the draft has a token map, the rows of the target's head for it."""
-    if not isinstance(weights.draft, dict) or KEY not in weights.draft:
+    if not has_token_map(weights.draft):
         return weights
     ids, head = weights.draft[KEY]["ids"], head_weight(weights.target)
     rows = Turned(head.array[ids]) if isinstance(head, Turned) else head[ids]

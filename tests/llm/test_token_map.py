@@ -84,6 +84,6 @@ def test_which_file_it_is(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("draft", ["none", "ngram:3"])
-def test_a_map_needs_a_draft_model(draft: str) -> None:
-    with pytest.raises(UserError, match=f"speculative_token_map map.json needs a draft model, and draft is '{draft}'"):
+def test_a_map_needs_a_dflash_draft(draft: str) -> None:
+    with pytest.raises(UserError, match=f"speculative_token_map map.json needs a DFlash draft, and draft is '{draft}'"):
         open_llm(FOLDER / "qwen3-v1" / "target", draft, speculative_token_map="map.json")
