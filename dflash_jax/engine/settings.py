@@ -29,8 +29,8 @@ class EngineSettings:
     with the acceptance seen lately; "always" = every round has the whole block; "never" = the draft is not loaded.
     draft_sampling: where a request samples, drafts are drawn with the noise of the target's own draw ("coupled"), at
     draft_temperature if given, or are the likeliest tokens ("argmax").  Acceptance depends on it, the output never.
-    speculative_token_map: JSON file with the token ids that a draft model may propose in rounds of greedy requests, whose
-    head is then smaller; "auto" = on CPU the draft's own `token_map.json`, if it has one; "none" = all tokens.
+    speculative_token_map: JSON file with the token ids that a draft model may propose in rounds of greedy requests,
+    whose head is then smaller; "auto" = on CPU the draft's own `token_map.json`, if it has one; "none" = all tokens.
     logprobs_mode: log-probabilities of the target's own distribution, or of the one that tokens are drawn from after
     all that the request asks for; or the logits of either.  Those of prompts are always the target's own.
     max_model_len: tokens of a request, prompt and output together.
