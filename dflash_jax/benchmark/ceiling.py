@@ -17,6 +17,7 @@ import jax
 import jax.numpy as jnp
 
 from dflash_jax.cache import page_bytes
+from dflash_jax.drafters.token_map import KEY, has_token_map
 from dflash_jax.engine.build import Loaded
 from dflash_jax.engine.engine import Engine
 from dflash_jax.params import Params, tree_bytes
@@ -73,15 +74,17 @@ def better(one: Rates | None, other: Rates) -> Rates:
 class ModelCost:
     """Bytes read and operations made by the steps of a pair.
 
-    target_bytes, draft_bytes: weights that a pass reads (an embedding table only where it is the head too); head_bytes:
-    what the draft's logits read once more.  *_params: those multiplied with every row.  *_kv_bytes: of a token.
+    target_bytes, draft_bytes: weights that a pass reads (an embedding table only where it is the head too).  The
+    draft's logits read draft_head_bytes: the head once more, or the rows of it in its token map.  *_params: those multiplied
+    with every row.  *_kv_bytes: of a token.
     """
 
     target_bytes: int
     target_params: int
     target_kv_bytes: float
-    head_bytes: int
     head_params: int
+    draft_head_bytes: int = 0
+    draft_head_params: int = 0
     draft_bytes: int = 0
     draft_params: int = 0
     draft_kv_bytes: float = 0.0
@@ -91,8 +94,8 @@ class ModelCost:
         size = self.target_bytes + requests * context * self.target_kv_bytes
         work = 2.0 * requests * rows * self.target_params
         if rows > 1 and self.draft_params:
-            size += self.draft_bytes + self.head_bytes + requests * context * self.draft_kv_bytes
-            work += 2.0 * requests * (rows * self.draft_params + (rows - 1) * self.head_params)
+            size += self.draft_bytes + self.draft_head_bytes + requests * context * self.draft_kv_bytes
+            work += 2.0 * requests * (rows * self.draft_params + (rows - 1) * self.draft_head_params)
         return size, work
 
     def round_s(self, rates: Rates, requests: int, context: float, rows: int) -> float:
@@ -114,16 +117,19 @@ def engine_cost(engine: Engine) -> ModelCost:
 def loaded_cost(loaded: Loaded, page: int) -> ModelCost:
     """Of a pair with pages of `page` tokens."""
     target, dtype = loaded.weights.target, loaded.dtype
-    head = target.get("head", target["embed"])
+    head, draft = target.get("head", target["embed"]), loaded.weights.draft
+    few = draft[KEY]["head"] if has_token_map(draft) else None
+    draft_head = head if few is None else few
     unread = 0 if loaded.config.tied else target["embed"].nbytes
     return ModelCost(
         target_bytes=tree_bytes(target) - unread,
         target_params=_multiplied(target) - (0 if loaded.config.tied else target["embed"].size),
         target_kv_bytes=page_bytes(loaded.config, page, dtype) / page,
-        head_bytes=head.nbytes,
         head_params=head.size,
-        draft_bytes=tree_bytes(loaded.weights.draft),
-        draft_params=_multiplied(loaded.weights.draft),
+        draft_head_bytes=draft_head.nbytes,
+        draft_head_params=draft_head.size,
+        draft_bytes=tree_bytes(draft) - (0 if few is None else few.nbytes),
+        draft_params=_multiplied(draft) - (0 if few is None else few.size),
         draft_kv_bytes=loaded.drafter.page_bytes(page, dtype) / page,
     )
 

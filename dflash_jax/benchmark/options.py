@@ -146,7 +146,8 @@ def check(args: argparse.Namespace) -> None:
     if not args.timeout > 0:
         raise UserError(f"--timeout must be above 0, not {args.timeout:g}")
     for one, other in (("workload", "input_len"), ("concurrency", "request_rate"), ("preset", "target"),
-                       ("preset", "draft"), ("preset", "workload"), ("preset", "reference")):  # fmt: skip
+                       ("preset", "draft"), ("preset", "workload"), ("preset", "reference"),
+                       ("preset", "speculative_token_map")):  # fmt: skip
         if getattr(args, one) is not None and getattr(args, other) is not None:
             raise UserError(f"{option(one)} and {option(other)} exclude each other")
     if (args.preset is None) != (args.synthetic_acceptance is None):

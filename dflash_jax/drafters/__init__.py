@@ -5,9 +5,8 @@ from dflash_jax.drafters.ngram import NgramDrafter
 from dflash_jax.drafters.none import NoDrafter
 from dflash_jax.drafters.protocol import Capabilities, Drafter, Weights
 from dflash_jax.drafters.registry import DraftContext, DrafterFactory, drafter_names, make_drafter, register_drafter
-from dflash_jax.drafters.token_map import with_heads
 
 __all__ = [
     "Capabilities", "DFlashDrafter", "DraftContext", "Drafter", "DrafterFactory", "NgramDrafter", "NoDrafter",
-    "Weights", "drafter_names", "make_drafter", "register_drafter", "with_heads",
+    "Weights", "drafter_names", "make_drafter", "register_drafter",
 ]  # fmt: skip

@@ -46,7 +46,7 @@ class DraftContext:
     dtype: Any
     mesh: Mesh
     block_size: int | None = None
-    token_map: str = AUTO
+    token_map: str | Path = AUTO
     weights_cache: Path | None = None
     progress: bool = False
 

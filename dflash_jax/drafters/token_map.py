@@ -28,15 +28,19 @@ AUTO, NONE = "auto", "none"
 KEY = "token_map"  # in a draft's parameters
 
 
-def find_token_map(asked: str, folder: Path, platform: str) -> Path | None:
+def find_token_map(asked: str | Path, folder: Path, platform: str) -> Path | None:
     """The file that `asked` names; for "auto" the draft's own, if it has one, on CPU.
 
     On accelerators the head's rows cost less than the acceptance that is lost with them.
     """
     if asked == NONE or (asked == AUTO and platform != "cpu"):
         return None
-    path = folder / FILE if asked == AUTO else Path(asked).expanduser()
-    return path if asked != AUTO or path.is_file() else None
+    if asked == AUTO:
+        return folder / FILE if (folder / FILE).is_file() else None
+    try:
+        return Path(asked).expanduser()
+    except RuntimeError as error:  # the home of a user who is not there
+        raise UserError(f"speculative_token_map {asked}: {error}") from error
 
 
 def read_token_map(path: Path, vocab_size: int, least: int) -> np.ndarray:
@@ -48,7 +52,7 @@ def read_token_map(path: Path, vocab_size: int, least: int) -> np.ndarray:
         found = json.loads(path.read_text(encoding="utf-8"))
     except OSError as error:
         raise UserError(f"cannot read the token map {path}: {error.strerror}") from error
-    except ValueError as error:
+    except (ValueError, RecursionError) as error:
         raise UserError(f"the token map {path} is not JSON: {error}") from error
     if not isinstance(found, list) or not all(type(one) is int for one in found):
         raise UserError(f"the token map {path} is not a list of token ids")
@@ -64,6 +68,11 @@ def read_token_map(path: Path, vocab_size: int, least: int) -> np.ndarray:
 
 def has_token_map(params: Params) -> bool:
     return isinstance(params, dict) and KEY in params
+
+
+def map_size(params: Params) -> int | None:
+    """Tokens of a draft's map; None: it has none."""
+    return len(params[KEY]["ids"]) if has_token_map(params) else None
 
 
 def with_heads(weights: Weights) -> Weights:

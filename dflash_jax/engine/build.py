@@ -15,7 +15,8 @@ from jax.sharding import Mesh
 
 from dflash_jax.cache import make_pool, page_bytes
 from dflash_jax.config import TargetConfig
-from dflash_jax.drafters import DraftContext, Drafter, Weights, make_drafter, with_heads
+from dflash_jax.drafters import DraftContext, Drafter, Weights, make_drafter
+from dflash_jax.drafters.token_map import map_size, with_heads
 from dflash_jax.engine.round_times import FORMAT, RoundTimes
 from dflash_jax.engine.runner import DeviceRunner, RunnerSizes
 from dflash_jax.engine.settings import CPU_KV_CACHE_BYTES, DEVICE_MEMORY_SHARE, EngineSettings
@@ -168,7 +169,7 @@ def round_times_path(config: StepConfig, loaded: Loaded) -> Path | None:
         return None
     devices = loaded.mesh.devices.flatten()
     machine = len(devices), devices[0].device_kind, os.cpu_count(), jax.__version__
-    facts = FORMAT, config, loaded.dtype, machine
+    facts = FORMAT, config, loaded.dtype, machine, map_size(loaded.weights.draft)
     return Path(folder) / "round_times" / f"{hashlib.sha256(repr(facts).encode()).hexdigest()[:32]}.json"
 
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 from numbers import Real
+from pathlib import Path
 
 from dflash_jax.errors import UserError
 
@@ -48,7 +49,7 @@ class EngineSettings:
     speculation: str = "auto"
     draft_sampling: str = "coupled"
     draft_temperature: float | None = None
-    speculative_token_map: str = "auto"
+    speculative_token_map: str | Path = "auto"
     logprobs_mode: str = "raw_logprobs"
     max_model_len: int | None = None
     kernels: str = "auto"
@@ -74,7 +75,7 @@ class EngineSettings:
         heat = self.draft_temperature
         if heat is not None and (isinstance(heat, bool) or not isinstance(heat, Real) or not 0 < heat < float("inf")):
             raise UserError(f"draft_temperature must be a number above 0, not {heat!r}")
-        if not isinstance(self.speculative_token_map, str) or not self.speculative_token_map:
+        if not isinstance(self.speculative_token_map, str | Path) or not str(self.speculative_token_map):
             raise UserError(f"speculative_token_map must be a file, 'auto' or 'none', not"
                             f" {self.speculative_token_map!r}")  # fmt: skip
         for name in ("enable_prefix_caching", "overlap", "progress"):

@@ -73,7 +73,9 @@ def run(args: argparse.Namespace) -> None:
     if args.eval:
         return run_eval(recipe, args)
     if args.token_map is not None:
-        path, share = write_token_map(args.run / DATA, args.run / DRAFT, args.token_map)
+        path, share = write_token_map(
+            args.run / DATA, args.run / DRAFT, args.token_map, recipe.draft.selector_top_k or 1
+        )  # fmt: skip
         return print(f"{path}: {share:.2%} of the tokens in answers", file=sys.stderr)
     if args.stop_at is not None and args.stop_at < 1:
         raise UserError(f"--stop-at must be at least 1, not {args.stop_at}")

@@ -7,8 +7,8 @@ import pytest
 from dflash_jax.benchmark.ceiling import ModelCost, Rates, better, level_ceiling, share
 
 COST = ModelCost(
-    target_bytes=1000, target_params=500, target_kv_bytes=2.0, head_bytes=100, head_params=50, draft_bytes=200,
-    draft_params=100, draft_kv_bytes=1.0,
+    target_bytes=1000, target_params=500, target_kv_bytes=2.0, head_params=50, draft_head_bytes=100,
+    draft_head_params=50, draft_bytes=200, draft_params=100, draft_kv_bytes=1.0,
 )  # fmt: skip
 MEMORY = Rates(bytes_per_s=100.0, flops_per_s=1e12, dtype="float32")
 WORK = Rates(bytes_per_s=1e12, flops_per_s=1000.0, dtype="float32")
@@ -34,7 +34,7 @@ def test_prefill_needs_the_head_once():
 
 
 def test_a_drafter_without_weights_costs_the_target_alone():
-    plain = ModelCost(1000, 500, 2.0, 100, 50)
+    plain = ModelCost(1000, 500, 2.0, 50)
     assert plain.round(1, 0, 8) == (1000, 8000)
 
 

@@ -30,6 +30,10 @@ def error(capsys: pytest.CaptureFixture[str], *words: str) -> str:
         (["--concurrency", "1,two"], "--concurrency must be numbers separated by commas, not '1,two'"),
         (["--request-rate", "inf"], "--request-rate must be above 0, not inf"),
         (["--concurrency", "1", "--request-rate", "2"], "--concurrency and --request-rate exclude each other"),
+        (
+            ["--preset", "smollm2-135m", "--synthetic-acceptance", "3", "--speculative-token-map", "x.json"],
+            "--preset and --speculative-token-map exclude each other",
+        ),
         (["--workload", "chat", "--input-len", "9"], "--workload and --input-len exclude each other"),
         (["--workload", "nonsense"], "workload 'nonsense' is none of chat, reasoning,"),
         (["--workload", "chat,,code"], "--workload has an empty name in 'chat,,code'"),

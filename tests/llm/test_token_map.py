@@ -9,7 +9,9 @@ import numpy as np
 import pytest
 
 from dflash_jax import LLM, SamplingParams, UserError
+from dflash_jax.benchmark.ceiling import loaded_cost
 from dflash_jax.drafters.token_map import FILE, find_token_map, read_token_map
+from dflash_jax.engine.build import round_times_path
 
 from .pairs import FOLDER, Case, block_sizes, cases_of, open_llm
 
@@ -42,6 +44,10 @@ def test_only_tokens_of_the_map_are_drafted_and_answers_stay(name: str, tmp_path
     all_tokens, others = range(VOCAB), set(range(VOCAB)) - set(case.token_ids)
     whole = open_with(name, write(tmp_path / "all.json", list(all_tokens)))
     fewer = open_with(name, write(tmp_path / "others.json", sorted(others)))
+    costs = [loaded_cost(llm.engine.loaded, 16) for llm in (whole, fewer)]
+    assert costs[0].draft_bytes == costs[1].draft_bytes - 4 * (len(others) - VOCAB)  # the ids themselves
+    assert costs[0].draft_head_params * len(others) == costs[1].draft_head_params * VOCAB
+    assert len({round_times_path(llm.engine.runner.steps.config, llm.engine.loaded) for llm in (whole, fewer)}) == 2
     [out] = whole.generate([case.prompt_ids], case.params)
     case.check(out.token_ids, out.accept_lengths)
     [out] = fewer.generate([case.prompt_ids], case.params)
@@ -56,7 +62,8 @@ def test_only_tokens_of_the_map_are_drafted_and_answers_stay(name: str, tmp_path
     ("text", "reason"),
     [("", "is not JSON"), ("{}", "is not a list of token ids"), ('["1"]', "is not a list of token ids"),
      ("[1, true]", "is not a list of token ids"), ("[3, 97]", "names token 97, outside 0 … 96"),
-     ("[-1, 2]", "names token -1, outside 0 … 96"), ("[5, 5, 6]", "has 2 tokens, and the draft chooses among 3")],
+     ("[-1, 2]", "names token -1, outside 0 … 96"), ("[" * 200_000, "is not JSON"),
+     ("[5, 5, 6]", "has 2 tokens, and the draft chooses among 3")],
 )  # fmt: skip
 def test_what_is_no_map_is_refused(tmp_path: Path, text: str, reason: str) -> None:
     path = tmp_path / "map.json"
@@ -80,7 +87,9 @@ def test_which_file_it_is(tmp_path: Path) -> None:
     own = Path(write(tmp_path / FILE, [1]))
     assert find_token_map("auto", tmp_path, "cpu") == own
     assert find_token_map("auto", tmp_path, "gpu") is find_token_map("none", tmp_path, "cpu") is None
-    assert find_token_map("other.json", tmp_path, "gpu") == Path("other.json")
+    assert find_token_map("other.json", tmp_path, "gpu") == find_token_map(Path("other.json"), tmp_path, "cpu")
+    with pytest.raises(UserError, match="speculative_token_map ~nobody-at-all/map.json: "):
+        find_token_map("~nobody-at-all/map.json", tmp_path, "cpu")
 
 
 @pytest.mark.parametrize("draft", ["none", "ngram:3"])

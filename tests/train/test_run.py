@@ -99,7 +99,7 @@ def test_mistakes_on_the_command_line(tmp_path, capsys):
     (["--eval", "--stage", "data"], "--stage cannot go with --eval"),
     (["--eval"], "has no draft yet"),
     (["--stop-at", "0"], "--stop-at must be at least 1, not 0"),
-    (["--token-map", "0"], "--token-map must be at least 1, not 0"),
+    (["--token-map", "0"], "--token-map must be at least 1, which the draft chooses among, not 0"),
     (["--token-map", "5"], "draft is not there: a token map belongs to a trained draft"),
     (["--token-map", "5", "--stage", "data", "--stop-at", "3"], "--stage and --stop-at cannot go with --token-map"),
     (["--token-map", "5", "--eval"], "--token-map cannot go with --eval"),
