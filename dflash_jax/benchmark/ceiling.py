@@ -75,8 +75,8 @@ class ModelCost:
     """Bytes read and operations made by the steps of a pair.
 
     target_bytes, draft_bytes: weights that a pass reads (an embedding table only where it is the head too).  The
-    draft's logits read draft_head_bytes: the head once more, or the rows of it in its token map.  *_params: those multiplied
-    with every row.  *_kv_bytes: of a token.
+    draft's logits read draft_head_bytes: the head once more, or the rows of it in its token map.  *_params: those
+    multiplied with every row.  *_kv_bytes: of a token.
     """
 
     target_bytes: int
