@@ -58,7 +58,7 @@ def test_nothing_is_compared_without_plain_or_with_random_weights():
 
 
 def test_the_reference_has_the_ceiling_of_the_engine_with_its_draft():
-    cost = ModelCost(1000, 500, 2.0, 100, 50, 200, 100, 1.0)
+    cost = ModelCost(1000, 500, 2.0, 50, 100, 50, 200, 100, 1.0)
     shape = {"mean_input_len": 0, "mean_output_len": 0, "accept_length": 2.0, "rounds_by_width": {}}
     everyone = [outcome("reference", 5, draft="d"), outcome("server", 5), outcome("d", 9, draft="dflash:d")]
     everyone[0].facts |= {"kind": "reference", "block_size": 4}
