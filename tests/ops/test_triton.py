@@ -66,14 +66,15 @@ def test_the_head_in_float32_compiles():
 
 def test_pages_that_are_asked_for_ahead():
     """Of both kernels of attention, keys and values alike; no program asks unless its cut says so."""
-    tiles = kernel_module("triton", "tiles")
     case = find("smollm2-135m verify 1x8 over 512")
-    load = tiles.Load(case.model.kv_heads, case.rows * case.model.group, case.model.head_dim, False)
-    rule = tiles.rule_of_thumb(load)
+    model = case.model
     for ahead in (0, 64):
-        with recording() as found, kernel_module("triton", "tiles").forced(rule._replace(ahead=ahead)):
+        with recording() as found:
+            tiles = kernel_module("triton", "tiles")  # the package is loaded anew for the recording
+            rule = tiles.rule_of_thumb(tiles.Load(model.kv_heads, case.rows * model.group, model.head_dim, False))
             dispatch._kernel.cache_clear()
-            jax.eval_shape(lambda: [call(one) for one in op_cases(case, jnp.bfloat16) if "attention" in one.op])
+            with tiles.forced(rule._replace(ahead=ahead)):
+                jax.eval_shape(lambda: [call(one) for one in op_cases(case, jnp.bfloat16) if "attention" in one.op])
         dispatch._kernel.cache_clear()
         asked = [one.compile(90).asm["ptx"].count("prefetch.global.L2") for one in found if one.grid[2:]]
         assert len(asked) == 2 and all(n == (2 if ahead else 0) for n in asked)
