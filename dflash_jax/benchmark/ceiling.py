@@ -17,9 +17,10 @@ import jax
 import jax.numpy as jnp
 
 from dflash_jax.cache import page_bytes
-from dflash_jax.drafters.token_map import KEY, has_token_map
+from dflash_jax.drafters.token_map import chosen_head
 from dflash_jax.engine.build import Loaded
 from dflash_jax.engine.engine import Engine
+from dflash_jax.models import head_weight
 from dflash_jax.params import Params, tree_bytes
 
 REPEATS, IN_A_ROW = 8, 10
@@ -117,19 +118,17 @@ def engine_cost(engine: Engine) -> ModelCost:
 def loaded_cost(loaded: Loaded, page: int) -> ModelCost:
     """Of a pair with pages of `page` tokens."""
     target, dtype = loaded.weights.target, loaded.dtype
-    head, draft = target.get("head", target["embed"]), loaded.weights.draft
-    few = draft[KEY]["head"] if has_token_map(draft) else None
-    draft_head = head if few is None else few
+    draft, (draft_head, few) = loaded.weights.draft, chosen_head(loaded.weights, likeliest=True)
     unread = 0 if loaded.config.tied else target["embed"].nbytes
     return ModelCost(
         target_bytes=tree_bytes(target) - unread,
         target_params=_multiplied(target) - (0 if loaded.config.tied else target["embed"].size),
         target_kv_bytes=page_bytes(loaded.config, page, dtype) / page,
-        head_params=head.size,
+        head_params=head_weight(target).size,
         draft_head_bytes=draft_head.nbytes,
         draft_head_params=draft_head.size,
-        draft_bytes=tree_bytes(draft) - (0 if few is None else few.nbytes),
-        draft_params=_multiplied(draft) - (0 if few is None else few.size),
+        draft_bytes=tree_bytes(draft) - (0 if few is None else draft_head.nbytes),
+        draft_params=_multiplied(draft) - (0 if few is None else draft_head.size),
         draft_kv_bytes=loaded.drafter.page_bytes(page, dtype) / page,
     )
 

@@ -137,7 +137,7 @@ def make_engine(setting: Setting, name: str, draft: str, backend: str) -> Engine
     args, engine = setting.args, options.engine_options(setting.args, setting.plan.most_at_once) | {"kernels": backend}
     if draft == "none":
         engine = {key: value for key, value in engine.items() if key not in options.DRAFT_ONLY}
-    elif drafter_of(draft) != "dflash":
+    elif find_factory(draft)[0] != "dflash":
         engine.pop("speculative_token_map", None)
     if args.preset is None:
         return EngineContender(name, functools.partial(serve_llm, setting.target, draft, args.platform, **engine))
@@ -145,10 +145,6 @@ def make_engine(setting: Setting, name: str, draft: str, backend: str) -> Engine
     make = functools.partial(serve_preset, args.preset, mean, draft != "none", args.platform, engine)
     how = "random weights" if mean is None else f"synthetic {mean:g}"
     return EngineContender(f"{name} ({how})", make, mean)
-
-
-def drafter_of(draft: str) -> str:
-    return find_factory(draft)[0]
 
 
 def references(setting: Setting) -> list[Contender]:

@@ -68,6 +68,11 @@ class DraftConfig:
         return self.num_heads // self.num_kv_heads
 
     @property
+    def candidates(self) -> int:
+        """Tokens that each row's draft is chosen among, after the head: the selector's, or the likeliest alone."""
+        return self.selector.top_k if self.selector else 1
+
+    @property
     def qk_norm(self) -> bool:
         return True
 

@@ -183,8 +183,7 @@ def _with_token_map(params: Params, opened: DraftCheckpoint, context: DraftConte
     path = find_token_map(context.token_map, opened.path, context.mesh.devices.flat[0].platform)
     if path is None:
         return params
-    least = opened.config.selector.top_k if opened.config.selector else 1
-    return add_token_map(params, read_token_map(path, context.target.vocab_size, least))
+    return add_token_map(params, read_token_map(path, context.target.vocab_size, opened.config.candidates))
 
 
 def make_ngram(context: DraftContext) -> tuple[Drafter, Params]:

@@ -90,7 +90,7 @@ def chosen_head(weights: Weights, likeliest: bool) -> tuple[Any, Array | None]:
     likeliest: whether the likeliest token is all that is wanted.  Where a request samples or changes logits, all tokens
     count: the noise often picks an unlikely one.
     """
-    few = weights.draft.get(KEY) if likeliest else None
+    few = weights.draft[KEY] if likeliest and has_token_map(weights.draft) else None
     return (few["head"], few["ids"]) if few else (head_weight(weights.target), None)
 
 

@@ -120,8 +120,7 @@ def score_blocks(
     labels, previous = blocks.labels[:, :, 1:], blocks.labels[:, :, :-1]
     asked = None if teacher is None else _asked(teacher, blocks)
     rows = Rows(split(hidden[:, :, 1:]), split(labels), None if asked is None else split(asked))
-    best = config.selector.top_k if config.selector else 1
-    head = Head(best, config.output_multiplier, config.logit_softcap, loss.soft)
+    head = Head(config.candidates, config.output_multiplier, config.logit_softcap, loss.soft)
     ce, tokens = map(joined, head_ce(head, weight, rows))
     if config.selector is None:
         return Scored(ce, jnp.zeros_like(ce), tokens[..., 0] == labels)
