@@ -35,7 +35,9 @@ def rounds(lab: Lab, steps: Steps, needs: Needs) -> list[np.ndarray]:
     return [np.asarray(packed) for packed in found]
 
 
-@pytest.mark.parametrize("lab, needs", ((fakes.plain_lab, NOTHING), (fakes.dflash_lab, Needs(logprobs=2))), ids=str)
+@pytest.mark.parametrize(
+    "lab, needs", ((fakes.plain_lab, NOTHING), (fakes.dflash_lab, Needs(logprobs=2))), ids=("plain", "dflash")
+)
 def test_a_round_in_place_returns_what_a_round_does(lab: Callable[[], Lab], needs: Needs):
     mine, theirs = (rounds(lab(), steps, needs) for steps in (Steps(lab().config, in_place=True), lab().steps))
     np.testing.assert_array_equal(mine, theirs)
