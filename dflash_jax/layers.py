@@ -93,9 +93,9 @@ def norms_between(params: Params) -> list[Array]:
     return [*(layer["input_norm"] for layer in params["layers"]), params["norm"]]
 
 
-def project_qkv(p: Params, x: Array) -> Array:
+def project_qkv(p: Params, x: Array, kernels: Kernels = XLA) -> Array:
     """The fused projection of x [S, B, H]: [S, B, G, R+2, D], before norms and rotation."""
-    y = dot(x, p["qkv"])
+    y = kernels.project(x, p["qkv"])
     return y + align(p["qkv_bias"], y) if "qkv_bias" in p else y
 
 

@@ -72,9 +72,9 @@ def share_of_product(
     ROWS: tl.constexpr, K: tl.constexpr, N: tl.constexpr, STEPS: tl.constexpr,
     M: tl.constexpr, BN: tl.constexpr, BK: tl.constexpr, LEFT: tl.constexpr,
 ):  # fmt: skip
-    """Grid (tiles of BN columns, shares of STEPS · BK depths).  y [ROWS, K], w [K, N] → part float32 [shares, ROWS, N].
+    """Grid (tiles of BN columns, shares of STEPS · BK depths).  y [ROWS, K], w [K, N] → part [shares, ROWS, N].
 
-    M: ROWS or more lanes.
+    That is the product itself where there is one share.  M: ROWS or more lanes.
     """
     share = tl.program_id(1)
     row, n = tl.arange(0, M), tl.program_id(0) * BN + tl.arange(0, BN)

@@ -20,7 +20,8 @@ import jax
 
 PROGRAMS = 264  # to keep 132 multiprocessors busy, two programs on each
 MOST_SHARES = 32
-FEW_ROWS = 16  # of a product that is as fast as its weight is read; more were not measured
+FEW_ROWS = 16  # of a product that is as fast as its weight is read
+MORE_ROWS = {"9.0": 128}  # the same by compute capability, where more were measured; their tiles take 128 KB
 TUNED = Path(__file__).with_name("tuned.json")
 Kind = TypeVar("Kind")
 
@@ -170,22 +171,43 @@ class ProductCut(NamedTuple):
 def product_cut(rows: int, k: int, n: int, itemsize: int) -> ProductCut | None:
     """For the product of y [rows, k] and w [k, n], in shares; None: XLA's product serves.
 
-    A row's sums do not depend on how many others there are.
+    A row's sums do not depend on how many others there are, up to FEW_ROWS and beyond.
     """
     if cut := _forced(ProductCut):
         return cut
+    wide = n >= 2048
+    if _more_rows(rows, itemsize) and wide:
+        return ProductCut(128, 64, max(1, min(4, -(-k // 64))), warps=8, stages=4, left=True)
     if rows > FEW_ROWS or itemsize != 2:
         return None
-    wide = n >= 2048
     columns, depth, most = (64, 64, 4) if wide else (32, 128, 6)
     shares = max(1, min(PROGRAMS // -(-n // columns), most, -(-k // depth)))
     return ProductCut(columns, depth, shares, warps=4, stages=5 if wide else 3, left=wide)
+
+
+def whole_cut(rows: int, k: int, n: int, itemsize: int) -> ProductCut | None:
+    """The same in one share.  XLA's is as fast for few rows of a wide weight."""
+    if cut := _forced(ProductCut):
+        return cut._replace(shares=1)
+    wide = n >= 2048
+    if _more_rows(rows, itemsize) and wide:
+        return ProductCut(64, 128, 1, warps=4, stages=4, left=True)
+    if rows > FEW_ROWS or itemsize != 2 or wide:
+        return None
+    return ProductCut(16, 64, 1, warps=4, stages=5, left=False)
+
+
+def _more_rows(rows: int, itemsize: int) -> bool:
+    """Whether a product of more than few rows is worth a kernel here."""
+    return itemsize == 2 and FEW_ROWS < rows <= MORE_ROWS.get(_chip() or "", FEW_ROWS)
 
 
 def gated_cut(rows: int, k: int, n: int, itemsize: int) -> ProductCut | None:
     """The same for w [k, 2, n]: two weights at once, and no shares, since what follows is not linear."""
     if cut := _forced(ProductCut):
         return cut
+    if _more_rows(rows, itemsize) and n >= 64 * 128:
+        return ProductCut(128, 64, 1, warps=8, stages=4, left=True)
     if rows > FEW_ROWS or itemsize != 2:
         return None
     if n >= 64 * 128:

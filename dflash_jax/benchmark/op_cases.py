@@ -18,9 +18,9 @@ EPS, MASK_ID, STOP_IDS, CANDIDATES = 1e-6, 5, 16, 16
 ENOUGH_BYTES = 1 << 28
 OPS = {
     VERIFY: ("prepare_block", "cache_write", "block_attention", "verify_attention", "head_logits", "sample_tokens",
-             "accept_bonus", "kv_inject", "add_norm", "project_add_norm", "gated_product"),
-    DRAFT: ("block_attention", "draft_attention", "argmax_head", "top_tokens", "add_norm", "project_add_norm",
-            "gated_product"),
+             "accept_bonus", "kv_inject", "add_norm", "project", "project_add_norm", "gated_product"),
+    DRAFT: ("block_attention", "draft_attention", "argmax_head", "top_tokens", "add_norm", "project",
+            "project_add_norm", "gated_product"),
     PREFILL: ("cache_write", "prefill_attention", "kv_inject", "add_norm"),
 }  # fmt: skip
 
@@ -245,6 +245,15 @@ def product_case(requests: int, rows: int, k: int, hidden: int, draw: Draw) -> O
     return OpCase("project_add_norm", (x, y, w, norm, EPS), moved_bytes, 2 * requests * rows * w.size, fresh=(0, 1, 2))
 
 
+def project(shape: Shape, draw: Draw) -> OpCase:
+    """The projection before attention."""
+    model, tokens = shape.model, shape.requests * shape.rows
+    y = draw.normal(shape.requests, shape.rows, model.hidden)
+    w = draw.normal(model.hidden, model.kv_heads, model.group + 2, model.head_dim)
+    moved_bytes = size_of(y, w) + tokens * w.size // model.hidden * w.dtype.itemsize
+    return OpCase("project", (y, w), moved_bytes, 2 * tokens * w.size, fresh=(0, 1))
+
+
 def gated_product(shape: Shape, draw: Draw) -> OpCase:
     model, tokens = shape.model, shape.requests * shape.rows
     y, gate_up = draw.normal(shape.requests, shape.rows, model.hidden), draw.normal(model.hidden, 2, model.ffn)
@@ -306,5 +315,5 @@ MAKERS = {
     make.__name__: make
     for make in (prepare_block, cache_write, block_attention, verify_attention, draft_attention, prefill_attention,
                  argmax_head, top_tokens, head_logits, sample_tokens, accept_bonus, kv_inject, add_norm,
-                 project_add_norm, gated_product)
+                 project, project_add_norm, gated_product)
 }  # fmt: skip

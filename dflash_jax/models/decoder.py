@@ -129,7 +129,7 @@ def decoder_layer(
     and the compiler inlines them again.
     """
     attn, eps = p["attn"], config.rms_norm_eps
-    projected = project_qkv(attn, y), attn.get("q_norm"), attn.get("k_norm"), eps, *rope
+    projected = project_qkv(attn, y, rows.kernels), attn.get("q_norm"), attn.get("k_norm"), eps, *rope
     out, pool = _attend(rows, pool, projected, window)
     x, y = project_out_norm(attn, out, x, p["post_norm"], eps, rows.kernels)
     return *swiglu_norm(p["mlp"], y, x, next_norm, eps, rows.kernels), pool

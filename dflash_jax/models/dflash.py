@@ -138,22 +138,22 @@ def _draft_layer(
     attn, mlp, eps, kernels = p["attn"], p["mlp"], config.rms_norm_eps, rows.kernels
 
     def attend(y: Array) -> Array:
-        projected = project_qkv(attn, y), attn["q_norm"], attn["k_norm"], eps, *rope
+        projected = project_qkv(attn, y, kernels), attn["q_norm"], attn["k_norm"], eps, *rope
         attention = kernels.draft_attention
         return attention(pool, *projected, rows.page_table, rows.lengths, causal=causal, window=window)
 
     if config.conv is None:
         x, y = project_out_norm(attn, attend(y), x, p["post_norm"], eps, kernels)
         return swiglu_norm(mlp, y, x, next_norm, eps, kernels)
-    attended = _convolved(p["attn_conv"], config.conv, y, lambda y: project_out(attn, attend(y)))
+    attended = _convolved(p["attn_conv"], config.conv, y, kernels, lambda y: project_out(attn, attend(y)))
     x, y = kernels.add_norm(x, attended, p["post_norm"], eps)
-    mixed = _convolved(p["mlp_conv"], config.conv, y, lambda y: swiglu(mlp, y, kernels))
+    mixed = _convolved(p["mlp_conv"], config.conv, y, kernels, lambda y: swiglu(mlp, y, kernels))
     return kernels.add_norm(x, mixed, next_norm, eps)
 
 
-def _convolved(p: Params, conv: ConvConfig, x: Array, sublayer: Callable[[Array], Array]) -> Array:
+def _convolved(p: Params, conv: ConvConfig, x: Array, kernels: Kernels, sublayer: Callable[[Array], Array]) -> Array:
     """`sublayer(x)` with DFlash 2's convolutions around it (both sides use kernels computed from x)."""
-    delta = dot(x, p["kernel"])  # [S, B, 2, taps, groups]
+    delta = kernels.project(x, p["kernel"])  # [S, B, 2, taps, groups]
     y = sublayer(convolve(x, p["base"][0], delta[..., 0, :, :], conv.group_size))
     return convolve(y, p["base"][1], delta[..., 1, :, :], conv.group_size)
 

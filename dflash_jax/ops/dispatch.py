@@ -33,6 +33,7 @@ REFERENCE: dict[str, Callable[..., Any]] = {
     "block_attention": reference.paged_attention,
     "prefill_attention": reference.paged_attention,
     "add_norm": reference.add_norm,
+    "project": reference.project,
     "gated_product": reference.gated_product,
     "head_logits": reference.head_logits,
     "argmax_head": reference.argmax_head,
@@ -92,7 +93,7 @@ HEAD_AXES: dict[str, tuple[tuple[int | str | None, ...], tuple[int | None, ...]]
 }
 # Kernels for one device alone: a mesh splits the vocabulary, and XLA compares its parts; or what a product sums over,
 # and XLA adds its parts up.
-UNSPLIT = ("argmax_head", "top_tokens", "project_add_norm", "gated_product")
+UNSPLIT = ("argmax_head", "top_tokens", "project", "project_add_norm", "gated_product")
 # Kernels that are no faster than XLA (on an H200): `auto` leaves them out, naming the backend takes them in.
 NO_FASTER = {"triton": ("prepare_block", "accept_bonus", "argmax_head")}
 NAMED: dict[str, Callable[..., Any]] = {"accept_bonus": Accepted}  # of kernels' plain tuples, the op's named result

@@ -3,10 +3,10 @@
 from __future__ import annotations
 
 import functools
+from collections.abc import Callable
 from typing import Any
 
 import jax
-import jax.numpy as jnp
 import numpy as np
 from jax import Array
 
@@ -17,10 +17,14 @@ from dflash_jax.steps.config import StepConfig
 from dflash_jax.steps.report import packed_width
 from dflash_jax.steps.rounds import accept_block, decode_round, propose, verify_block
 from dflash_jax.steps.slots import admit, edit, extend, finish
+from dflash_jax.steps.state_step import StateStep
+
+COMMIT = ("bonus", "seq_len", "finished", "kv", "draft")  # what tokens that are committed change
+ADMIT = ("bonus", "seq_len", "finished", "limit", "stop_ids", "sampling", "page_table", "edits")
 
 
 class Steps:
-    """The steps compiled for one `StepConfig`: the state is donated, so its buffers are updated in place.
+    """The steps compiled for one `StepConfig`: what they change of the state is donated, and updated in place.
 
     `decode_round(block, weights, state, slots, needs=…)`, `prefill(weights, state, batch, needs=…)`,
     `admit(state, new)`, `edit(state, slots, new)`, `extend(state, updates)`, `finish(state, slots)`.  A round in three
@@ -32,26 +36,31 @@ class Steps:
     def __init__(self, config: StepConfig, in_place: bool = False):
         self.config = config
         self.traces: dict[str, int] = {}
-        self.decode_round = self._in_place() if in_place else self._round()
-        self.propose = self._jit(functools.partial(propose, config), "propose", static=(0,))
-        self.verify_block = self._jit(functools.partial(verify_block, config), "verify_block", donate=1)
-        self.accept_block = self._jit(functools.partial(accept_block, config), "accept_block", donate=1)
-        self.prefill = self._jit(functools.partial(prefill, config), "prefill", donate=1)
-        self.admit = self._jit(admit, "admit", donate=0)
-        self.edit = self._jit(edit, "edit", donate=0)
-        self.extend = self._jit(extend, "extend", donate=0)
-        self.finish = self._jit(finish, "finish", donate=0)
+        self.decode_round = self._in_place() if in_place else self._of_config(decode_round, COMMIT, static=(1,))
+        self.propose = self._jit("propose", functools.partial(propose, config), static=(0,))
+        self.verify_block = self._of_config(verify_block, ("kv",))
+        self.accept_block = self._of_config(accept_block, COMMIT)
+        self.prefill = self._of_config(prefill, COMMIT)
+        self.admit = self._step("admit", admit, ADMIT)
+        self.edit = self._step("edit", edit, ("edits",))
+        self.extend = self._step("extend", extend, ("page_table",))
+        self.finish = self._step("finish", finish, ("finished",))
 
-    def _round(self) -> Any:
-        return self._jit(functools.partial(decode_round, self.config), "decode_round", static=(0,), donate=2)
+    def _of_config(self, step: Any, changes: tuple[str, ...], **options: Any) -> StateStep:
+        return self._step(step.__name__, functools.partial(step, self.config), changes, **options)
 
     def _in_place(self) -> RoundInPlace:
         round_ = functools.partial(round_into, self.config)
-        return RoundInPlace(self._jit(round_, "decode_round", static=(0,), donate=(2, 3)))
+        return RoundInPlace(self._step("decode_round", round_, COMMIT, static=(1,), donate=(0, 4)))
 
-    def _jit(
-        self, function: Any, name: str, *, donate: int | tuple[int, ...] = (), static: tuple[int, ...] = ()
-    ) -> Any:
+    def _step(
+        self, name: str, step: Callable[..., Any], changes: tuple[str, ...], static: tuple[int, ...] = (),
+        donate: tuple[int, ...] = (0,),
+    ) -> StateStep:  # fmt: skip
+        """static, donate: places among the arguments, of which the first is what changes."""
+        return StateStep(step, changes, lambda apart: self._jit(name, apart, static, donate))
+
+    def _jit(self, name: str, function: Any, static: tuple[int, ...] = (), donate: tuple[int, ...] = ()) -> Any:
         def counted(*args: Any, **options: Any) -> Any:
             self.traces[name] = self.traces.get(name, 0) + 1
             return function(*args, **options)
@@ -61,36 +70,40 @@ class Steps:
 
 
 class RoundInPlace:
-    """`decode_round` whose every output takes the place of a donated buffer, and a copy of what the host reads.
+    """`decode_round` whose every output takes the place of a donated buffer.
 
     For GPUs: XLA replays a round's kernels as a CUDA graph, and records those anew that touch a buffer which is not
-    where it was.  A new `packed` never is; and as its bytes serve other values before, a tenth of the kernels touch it.
+    where it was: all of them, 0.7 ms, once anything allocated between two rounds has moved the next one's scratch.  So
+    nothing is: two results take turns, and a round's can be read until the next but one of its shape is launched.  They
+    have a row more than the round, which stays: XLA would let bytes that are written whole serve other values before,
+    and a tenth of the kernels would touch them.
     """
 
-    def __init__(self, round_: Any):
+    def __init__(self, round_: StateStep):
         self._round = round_
-        self._copy = jax.jit(jnp.copy)
-        self._results: dict[tuple[int, int, Needs], Array] = {}
+        self._results: dict[tuple[int, int, Needs], tuple[Array, Array]] = {}  # the older first
 
     def __call__(
         self, block: int, weights: Weights, state: DecodeState, slots: Array, needs: Needs = NOTHING
     ) -> tuple[DecodeState, Array]:
-        result = self._result(block, state, slots, needs)
-        state, result = self._round(block, weights, state, result, slots, needs=needs)
-        self._results[len(slots), block, needs] = result
-        return state, self._copy(result)
+        oldest, last = self._both(block, state, slots, needs)
+        state, packed = self._round(block, weights, state, oldest, slots, needs=needs)
+        self._results[len(slots), block, needs] = last, packed
+        return state, packed
 
     def lower(self, block: int, weights: Weights, state: DecodeState, slots: Array, needs: Needs = NOTHING) -> Any:
-        """What `jit` calls so, of the round without the copy."""
-        return self._round.lower(block, weights, state, self._result(block, state, slots, needs), slots, needs=needs)
+        """As of a jitted function."""
+        result = self._both(block, state, slots, needs)[0]
+        return self._round.lower(block, weights, state, result, slots, needs=needs)
 
-    def _result(self, block: int, state: DecodeState, slots: Array, needs: Needs) -> Array:
-        """The last round's result of this shape, or one that is placed as a step leaves its outputs."""
-        last = self._results.get((len(slots), block, needs))
-        if last is not None:
-            return last
-        shape = len(slots), packed_width(block, needs.logprobs)
-        return jax.device_put(np.zeros(shape, np.int32), state.page_table.sharding)
+    def _both(self, block: int, state: DecodeState, slots: Array, needs: Needs) -> tuple[Array, Array]:
+        """The last two results of this shape, or two that are placed as a step leaves its outputs."""
+        key = len(slots), block, needs
+        if key not in self._results:
+            nothing = np.zeros((len(slots) + 1, packed_width(block, needs.logprobs)), np.int32)
+            first, second = (jax.device_put(nothing, state.page_table.sharding) for _ in range(2))
+            self._results[key] = first, second
+        return self._results[key]
 
 
 def round_into(
@@ -102,6 +115,6 @@ def round_into(
     slots: Array,
     needs: Needs = NOTHING,
 ) -> tuple[DecodeState, Array]:
-    """`decode_round` whose packed result is written over `result`, of the same shape."""
+    """`decode_round` whose packed result is written over the first rows of `result`."""
     state, packed = decode_round(config, block, weights, state, slots, needs)
     return state, jax.lax.dynamic_update_slice(result, packed, (0, 0))

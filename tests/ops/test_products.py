@@ -1,4 +1,4 @@
-"""project_add_norm and gated_product: products of few rows and what follows them, against float64."""
+"""project, project_add_norm and gated_product: products of few rows and what follows them, against float64."""
 
 from __future__ import annotations
 
@@ -58,6 +58,12 @@ def check_projected(op: Callable[..., Any], rows: tuple[int, ...], k: int, h: in
     close(normed, dense.rms_norm(wide(total), wide(norm), EPS), dtype)
 
 
+def check_product(op: Callable[..., Any], rows: tuple[int, ...], k: int, n: tuple[int, ...], dtype: Any) -> None:
+    y, w = drawn((*rows, k), (k, *n), dtype=dtype)
+    expected = np.tensordot(wide(y), wide(w), 1)
+    close(jax.jit(op)(y, w), expected, dtype, np.abs(expected).max())
+
+
 def check_gated(op: Callable[..., Any], rows: tuple[int, ...], k: int, f: int, dtype: Any) -> None:
     y, w = drawn((*rows, k), (k, 2, f), dtype=dtype)
     w = w / np.asarray(k**0.5, dtype)
@@ -72,6 +78,8 @@ def test_rows_of_each_shape(kernels: Kernels, shape: Shape, dtype: Any):
     model, rows = shape.model, (shape.requests, shape.rows)
     check_projected(kernels.project_add_norm, rows, model.ffn, model.hidden, dtype)
     check_gated(kernels.gated_product, rows, model.hidden, model.ffn, dtype)
+    heads = model.kv_heads, model.group + 2, model.head_dim
+    check_product(kernels.project, rows, model.hidden, heads, dtype)
 
 
 @pytest.mark.parametrize(("k", "n"), [(576, 576), (70, 200), (1, 1), (129, 33), (96, 2100)])
@@ -79,12 +87,14 @@ def test_any_width(kernels: Kernels, k: int, n: int):
     """Depths and columns that fill no tile, and shares of unlike size."""
     check_projected(kernels.project_add_norm, (3, 2), k, n, jnp.bfloat16)
     check_gated(kernels.gated_product, (7,), k, n, jnp.bfloat16)
+    check_product(kernels.project, (7,), k, (n,), jnp.bfloat16)
 
 
 @pytest.mark.parametrize("rows", [1, 16, 17, 40])
 def test_any_number_of_rows(kernels: Kernels, rows: int):
     check_projected(kernels.project_add_norm, (rows,), 96, 72, jnp.bfloat16)
     check_gated(kernels.gated_product, (rows,), 72, 96, jnp.bfloat16)
+    check_product(kernels.project, (rows,), 72, (2, 6, 8), jnp.bfloat16)
 
 
 def test_the_product_is_rounded_before_it_is_added(kernels: Kernels):
@@ -107,7 +117,10 @@ def test_a_nan_stays_in_its_row(kernels: Kernels):
     def gated(rows: jax.Array) -> jax.Array:
         return kernels.gated_product(rows, gate_up)
 
-    for op in (normed, gated):
+    def projected(rows: jax.Array) -> jax.Array:
+        return kernels.project(rows, w)
+
+    for op in (normed, gated, projected):
         mine, whole = wide(op(broken)), wide(op(y))
         np.testing.assert_array_equal(mine[[0, 3]], whole[[0, 3]])
         assert np.isnan(mine[1]).all() and not np.isfinite(mine[2]).all()
@@ -125,7 +138,8 @@ def test_a_mesh_takes_xlas(kernels: Kernels):
     if len(jax.devices()) < 2:
         pytest.skip("needs two devices")
     split = Kernels(kernels.backend, interpret=kernels.interpret, mesh=make_mesh(jax.devices()[:2]))
-    assert not {"project_add_norm", "gated_product"} & set(split.own_ops)
+    assert not {"project", "project_add_norm", "gated_product"} & set(split.own_ops)
+    check_product(split.project, (2, 3), 24, (5, 8), jnp.float32)
     check_projected(split.project_add_norm, (2, 3), 40, 24, jnp.float32)
     check_gated(split.gated_product, (2, 3), 24, 40, jnp.float32)
 
@@ -140,6 +154,10 @@ def test_turned_weights(dtype: Any):
         np.testing.assert_allclose(wide(mine), wide(theirs), rtol=RELATIVE[dtype], atol=RELATIVE[dtype])
     mine, theirs = (Kernels().gated_product(y, one) for one in (Turned(jnp.moveaxis(gate_up, 0, -1)), gate_up))
     np.testing.assert_allclose(wide(mine), wide(theirs), rtol=RELATIVE[dtype], atol=RELATIVE[dtype])
+
+
+def all_cuts(rules: Any) -> tuple[Callable[..., Any], ...]:
+    return rules.product_cut, rules.gated_cut, rules.whole_cut
 
 
 # -- how they are cut --------------------------------------------------------------------------------------------------
@@ -164,6 +182,34 @@ def test_any_cut_computes_the_same(cut: tuple[Any, ...]):
     with tiles() as rules, rules.forced(rules.ProductCut(*cut)):
         check_projected(Kernels("triton").project_add_norm, (9,), 100, 88, jnp.bfloat16)
         check_gated(Kernels("triton").gated_product, (9,), 88, 100, jnp.bfloat16)
+        check_product(Kernels("triton").project, (9,), 100, (8, 11), jnp.bfloat16)
+
+
+@hosted
+@pytest.mark.slow
+def test_more_rows_of_a_wide_weight_on_a_hopper(monkeypatch: pytest.MonkeyPatch):
+    rows = 17
+    with tiles() as rules:
+        monkeypatch.setattr(rules, "_chip", lambda: "9.0")
+        assert all(cut(rows, 96, 8192, 2).columns > 32 for cut in (rules.product_cut, rules.gated_cut, rules.whole_cut))
+        check_projected(Kernels("triton").project_add_norm, (rows,), 130, 2100, jnp.bfloat16)
+        check_gated(Kernels("triton").gated_product, (rows,), 40, 8200, jnp.bfloat16)
+        check_product(Kernels("triton").project, (rows,), 130, (3, 700), jnp.bfloat16)
+
+
+def test_more_rows_are_xlas_where_they_were_not_measured(monkeypatch: pytest.MonkeyPatch):
+    rules = kernel_module("triton", "tiles")
+    for chip, rows, itemsize in ((None, 128, 2), ("8.0", 17, 2), ("9.0", 129, 2), ("9.0", 128, 4)):
+        monkeypatch.setattr(rules, "_chip", lambda chip=chip: chip)
+        assert not any(cut(rows, 4096, 8192, itemsize) for cut in all_cuts(rules))
+    monkeypatch.setattr(rules, "_chip", lambda: "9.0")
+    assert not any(cut(128, 576, 960, 2) for cut in all_cuts(rules))  # of a narrow weight
+
+
+def test_one_share_is_for_few_rows_of_a_narrow_weight():
+    rules = kernel_module("triton", "tiles")
+    assert rules.whole_cut(16, 576, 960, 2) is not None
+    assert not any(rules.whole_cut(*case) for case in ((17, 576, 960, 2), (16, 4096, 6144, 2), (16, 576, 960, 4)))
 
 
 def test_cuts_are_for_few_rows_of_two_bytes():
@@ -185,8 +231,8 @@ def test_cuts_keep_all_multiprocessors_busy():
 @pytest.mark.skipif(not HAVE_TRITON, reason="triton is not installed")
 @pytest.mark.parametrize(
     ("rows", "dtype", "expected"),
-    [(8, jnp.bfloat16, ["share_of_product", "add_shares_norm", "gated_tile"]), (17, jnp.bfloat16, ["add_norm_row"]),
-     (8, jnp.float32, ["add_norm_row"])],
+    [(8, jnp.bfloat16, ["share_of_product", "add_shares_norm", "gated_tile", "share_of_product"]),
+     (17, jnp.bfloat16, ["add_norm_row"]), (8, jnp.float32, ["add_norm_row"])],
 )  # fmt: skip
 def test_what_is_launched(rows: int, dtype: Any, expected: list[str]):
     """Many rows, and float32, are XLA's to multiply."""
@@ -195,6 +241,7 @@ def test_what_is_launched(rows: int, dtype: Any, expected: list[str]):
         x, y, w, norm, gate_up = drawn((rows, 24), (rows, 40), (40, 24), (24,), (24, 2, 40), dtype=dtype)
         Kernels("triton").project_add_norm(x, y, w, norm, EPS)
         Kernels("triton").gated_product(x, gate_up)
+        Kernels("triton").project(x, gate_up)
 
     dispatch._kernel.cache_clear()
     with recording() as found:
@@ -256,7 +303,7 @@ MODELS_STATES = {
 @pytest.mark.parametrize("states", MODELS_STATES.values(), ids=MODELS_STATES)
 def test_models_with_the_kernels_compute_what_they_do_with_xla(states: Callable[..., list[np.ndarray]]):
     """As near as XLA's bfloat16 is to its float32."""
-    own = ("gated_product", "project_add_norm")
+    own = ("project", "gated_product", "project_add_norm")
     alone = Kernels("triton", spared=tuple(op for op in dispatch.OPS if op not in own))
     dispatch._kernel.cache_clear()
     with interpreting():

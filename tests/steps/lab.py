@@ -15,10 +15,12 @@ import numpy as np
 
 from dflash_jax.cache import make_pool
 from dflash_jax.drafters import DFlashDrafter, Drafter, Weights
+from dflash_jax.engine.build import on_mesh
 from dflash_jax.ops import RUNNING
 from dflash_jax.sharding import make_mesh
 from dflash_jax.state import MAX_STOP_IDS, DecodeState, init_state
 from dflash_jax.steps import Admission, PrefillBatch, StepConfig, Steps
+from dflash_jax.steps.state_step import StateStep
 from dflash_jax.weights import load_draft, load_target, open_draft, open_target
 
 PAIRS = Path(__file__).resolve().parents[1] / "data" / "pairs"
@@ -76,16 +78,18 @@ class Lab:
         if not self.light:
             return self.steps.prefill(weights, state, batch)
         key = "prefill", *batch.tokens.shape, self.slots, self.width
-        return self._lightly(key, lambda: self.steps.prefill.lower(weights, state, batch))(weights, state, batch)
+        program = self._lightly(key, lambda: self.steps.prefill.lower(weights, state, batch))
+        return self.steps.prefill.run(program, weights, state, batch)
 
     def decode_round(
         self, block: int, weights: Weights, state: DecodeState, slots: jax.Array
     ) -> tuple[DecodeState, jax.Array]:
         if not self.light:
             return self.steps.decode_round(block, weights, state, slots)
+        assert isinstance(self.steps.decode_round, StateStep)
         key = "decode_round", block, len(slots), self.slots, self.width
         lower = functools.partial(self.steps.decode_round.lower, block, weights, state, slots)
-        return self._lightly(key, lower)(weights, state, slots)
+        return self.steps.decode_round.run(self._lightly(key, lower), weights, state, slots)
 
     def _lightly(self, key: tuple[Any, ...], lower: Callable[[], Any]) -> Any:
         """The launch of that name and shapes, compiled at its first use."""
@@ -111,7 +115,7 @@ class Lab:
         mesh, size, dtype = make_mesh(), self.page_size, self.weights.target["embed"].dtype
         kv = make_pool(self.config.target, self.num_pages, size, dtype, mesh)
         draft = self.config.drafter.init_cache(self.num_pages, size, dtype, mesh)
-        return init_state(self.slots, self.width, kv, draft)
+        return on_mesh(init_state(self.slots, self.width, kv, draft), mesh)
 
     def table(self, slot: int) -> list[int]:
         """Its pages, in an order that is not the pool's."""

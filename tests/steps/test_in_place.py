@@ -9,10 +9,9 @@ import jax
 import numpy as np
 import pytest
 
-from dflash_jax.engine.build import on_mesh
-from dflash_jax.sharding import make_mesh
 from dflash_jax.state import NOTHING, DecodeState, Needs
 from dflash_jax.steps import Steps
+from dflash_jax.steps.compiled import RoundInPlace
 from steps import fakes
 from steps.lab import Lab, Request, Run
 
@@ -22,17 +21,19 @@ ROUNDS = 4
 def started(lab: Lab) -> tuple[DecodeState, jax.Array]:
     """Two requests after their prefill, and their slots."""
     requests = [Request(0, [3, 5, 7], 200), Request(1, [2, 11], 200)]
-    run = Run(lab, requests, on_mesh(lab.state(), make_mesh())).prefill()
+    run = Run(lab, requests, lab.state()).prefill()
     return run.state, lab.where([0, 1])
 
 
 def rounds(lab: Lab, steps: Steps, needs: Needs) -> list[np.ndarray]:
-    """What rounds return, read only after the last was launched, as an engine that runs ahead does."""
+    """What rounds return, each read after the next was launched, as an engine that runs ahead does."""
     (state, slots), found = started(lab), []
+    state, last = steps.decode_round(lab.block, lab.weights, state, slots, needs=needs)
     for _ in range(ROUNDS):
         state, packed = steps.decode_round(lab.block, lab.weights, state, slots, needs=needs)
-        found.append(packed)
-    return [np.asarray(packed) for packed in found]
+        found.append(np.array(last)[: len(slots)])
+        last = packed
+    return found
 
 
 @pytest.mark.parametrize(
@@ -48,15 +49,26 @@ def addresses(tree: Any) -> list[int]:
 
 
 def test_nothing_that_a_round_writes_moves_and_it_is_compiled_once():
-    """Though nobody lets go of the results, which are copies."""
     lab = fakes.plain_lab()
     (state, slots), steps = started(lab), Steps(lab.config, in_place=True)
-    seen, kept = [], []
+    assert isinstance(steps.decode_round, RoundInPlace)
+    states, results = [], []
     for _ in range(ROUNDS):
         state, packed = steps.decode_round(1, lab.weights, state, slots)
         steps.decode_round.lower(1, lab.weights, state, slots)
-        seen.append(addresses((state, list(steps.decode_round._results.values()))))
-        kept.append(packed)
-    assert seen == [seen[0]] * ROUNDS
-    assert len(set(addresses(kept))) == ROUNDS
-    assert steps.traces["decode_round"] == 1 and steps.decode_round._round._cache_size() == 1
+        states.append(addresses(state))
+        results.append(addresses(packed))
+    assert states == [states[0]] * ROUNDS
+    assert results == results[:2] * (ROUNDS // 2) and results[0] != results[1]
+    assert steps.traces["decode_round"] == 1 and steps.decode_round._round.cache_size() == 1
+
+
+def test_a_result_is_gone_when_the_next_but_one_is_launched():
+    """Rather than that it silently is another round's."""
+    lab = fakes.plain_lab()
+    (state, slots), steps = started(lab), Steps(lab.config, in_place=True)
+    state, first = steps.decode_round(1, lab.weights, state, slots)
+    state, _ = steps.decode_round(1, lab.weights, state, slots)
+    steps.decode_round(1, lab.weights, state, slots)
+    with pytest.raises(RuntimeError, match="deleted"):
+        np.asarray(first)

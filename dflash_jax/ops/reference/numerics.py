@@ -82,6 +82,11 @@ def add_norm(x: Array, delta: Array, weight: Array, eps: float) -> tuple[Array, 
     return total, rms_norm(total, weight, eps)
 
 
+def project(y: Array, w: Array | Turned) -> Array:
+    """y·w, [..., N…] of y [..., K] and w [K, N…]."""
+    return dot(y, w)
+
+
 def gated_product(y: Array, gate_up: Array | Turned) -> Array:
     """silu(gate·y) ⊙ (up·y), [..., F] of y [..., H] and gate_up [H, 2, F]: both products are rounded to y.dtype."""
     return gated(dot(y, gate_up))

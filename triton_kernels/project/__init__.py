@@ -1,0 +1,5 @@
+"""project for CUDA."""
+
+from ..call import project
+
+__all__ = ["project"]
