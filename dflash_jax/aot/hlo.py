@@ -23,6 +23,7 @@ STILL = {
 }  # fmt: skip
 STILL_CALLS = {"ConcatBitcast", "AllocateBuffer", "AssumeGatherIndicesInBound"}
 SLICING = {"dynamic-slice", "slice", "gather"}
+REARRANGING = {"bitcast", "copy", "transpose"}
 COLLECTIVES = ("all-reduce", "all-gather", "reduce-scatter", "all-to-all", "collective-permute")
 
 
@@ -212,7 +213,7 @@ class Program:
             used = [k for k, operand in enumerate(y.operands) if operand in names]
             if not used:
                 continue
-            if y.kind == "bitcast":
+            if self._rearranges(y):
                 names.add(y.name)
             elif y.kind in SLICING and used == [0]:
                 total += sum(b.nbytes for b in y.results)
@@ -221,6 +222,13 @@ class Program:
             elif not (y.kind == "dynamic-update-slice" and used == [0]):
                 return whole
         return whole if any(y.root and y.name in names for y in body) else total
+
+    def _rearranges(self, x: Instruction) -> bool:
+        """Whether an instruction within a fusion only names or orders its operand anew: it is made where it is used."""
+        if x.kind in REARRANGING:
+            return True
+        body = self._body(x)
+        return bool(body) and all(y.kind in ("parameter", *REARRANGING) for y in body)
 
 
 def parse_instruction(line: str) -> Instruction | None:

@@ -109,6 +109,33 @@ def test_a_lookup_reads_the_rows_it_takes_even_through_fusions():
     assert found.traffic() == {"rows": 3 * 128 * 2, "all": 64 * 128 * 2}
 
 
+def test_a_slice_of_an_order_anew_reads_the_slice():
+    """A fusion makes its inner copies where they are used; of one that is used whole, all is read."""
+    body = "\n".join([
+        "%inner (q0: bf16[64,128]) -> bf16[64,128] {",
+        "  %q0 = bf16[64,128]{1,0} parameter(0)",
+        "  ROOT %c = bf16[64,128]{0,1} copy(%q0)",
+        "}",
+        "%sliced (p0: bf16[64,128]) -> bf16[2,128] {",
+        "  %p0 = bf16[64,128]{1,0} parameter(0)",
+        "  %f = bf16[64,128]{0,1} fusion(%p0), kind=kLoop, calls=%inner",
+        "  ROOT %s = bf16[2,128]{0,1} slice(%f), slice={[4:6], [0:128]}",
+        "}",
+        "%whole (r0: bf16[64,128]) -> bf16[64,128] {",
+        "  %r0 = bf16[64,128]{1,0} parameter(0)",
+        "  %g = bf16[64,128]{0,1} fusion(%r0), kind=kLoop, calls=%inner",
+        "  ROOT %n = bf16[64,128]{0,1} negate(%g)",
+        "}",
+    ])  # fmt: skip
+    found = program(
+        *PARAMETERS,
+        "%few = bf16[2,128]{0,1:S(1)} fusion(%w), kind=kLoop, calls=%sliced",
+        "ROOT %all = bf16[64,128]{0,1:S(1)} fusion(%w), kind=kLoop, calls=%whole",
+        before=body,
+    )
+    assert found.traffic() == {"few": 2 * 128 * 2, "all": 64 * 128 * 2}
+
+
 def test_an_update_in_place_writes_the_update():
     body = "\n".join([
         "%body (p0: bf16[64,128], p1: bf16[2,128], p2: s32[]) -> bf16[64,128] {",
