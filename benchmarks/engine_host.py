@@ -15,6 +15,7 @@ microseconds, without waiting for the device:
 from __future__ import annotations
 
 import argparse
+import functools
 import json
 import statistics
 import sys
@@ -29,6 +30,8 @@ from record import record
 from dflash_jax import Engine, EngineSettings, SamplingParams
 from dflash_jax.engine.build import load
 from dflash_jax.ops import RUNNING as RUNNING_ON
+from dflash_jax.steps.compiled import COMMIT
+from dflash_jax.steps.state_step import StateStep
 
 RUNNING = 32
 KEPT_ROUNDS = 200
@@ -100,8 +103,8 @@ def without_device(engine: Engine) -> None:
         row = jnp.asarray([min(4, block), RUNNING_ON, *[7] * block], jnp.int32)
         return state, jnp.broadcast_to(row, (slots.shape[0], block + 2)) + 0 * slots[:, None]
 
-    null = jax.jit(null_round, static_argnums=0, donate_argnums=2, static_argnames="needs")
-    engine.runner.steps.decode_round = null
+    jit = functools.partial(jax.jit, static_argnums=1, donate_argnums=0, static_argnames="needs")
+    engine.runner.steps.decode_round = StateStep(null_round, COMMIT, jit)
 
 
 def summary(times: list[dict[str, float]]) -> dict[str, Any]:

@@ -1,4 +1,4 @@
-"""What lives on the device between rounds: a frozen pytree, donated to every step that updates it.
+"""What lives on the device between rounds: a frozen pytree, whose changing fields are donated to every step.
 
 There are S request slots and one more, the padding slot (index S): a round over a bucket larger than the
 live requests points its spare rows there.  It is finished for ever and writes only to the padding page.

@@ -21,7 +21,8 @@ import jax
 PROGRAMS = 264  # to keep 132 multiprocessors busy, two programs on each
 MOST_SHARES = 32
 FEW_ROWS = 16  # of a product that is as fast as its weight is read
-MORE_ROWS = {"9.0": 128}  # the same by compute capability, where more were measured; their tiles take 128 KB
+MORE_ROWS = {"9.0": 128}  # the same by compute capability, where more were measured; their tiles take up to 192 KB
+WIDE = 2048  # columns of a weight that fill a chip without being cut small
 TUNED = Path(__file__).with_name("tuned.json")
 Kind = TypeVar("Kind")
 
@@ -171,14 +172,14 @@ class ProductCut(NamedTuple):
 def product_cut(rows: int, k: int, n: int, itemsize: int) -> ProductCut | None:
     """For the product of y [rows, k] and w [k, n], in shares; None: XLA's product serves.
 
-    A row's sums do not depend on how many others there are, up to FEW_ROWS and beyond.
+    A row's sums do not depend on how many others there are, within FEW_ROWS and within MORE_ROWS.
     """
     if cut := _forced(ProductCut):
         return cut
-    wide = n >= 2048
-    if _more_rows(rows, itemsize) and wide:
-        return ProductCut(128, 64, max(1, min(4, -(-k // 64))), warps=8, stages=4, left=True)
-    if rows > FEW_ROWS or itemsize != 2:
+    wide = n >= WIDE
+    if wide and _more_rows(rows, itemsize):
+        return ProductCut(128, 64, min(4, -(-k // 64)), warps=8, stages=4, left=True)
+    if not _few_rows(rows, itemsize):
         return None
     columns, depth, most = (64, 64, 4) if wide else (32, 128, 6)
     shares = max(1, min(PROGRAMS // -(-n // columns), most, -(-k // depth)))
@@ -189,16 +190,20 @@ def whole_cut(rows: int, k: int, n: int, itemsize: int) -> ProductCut | None:
     """The same in one share.  XLA's is as fast for few rows of a wide weight."""
     if cut := _forced(ProductCut):
         return cut._replace(shares=1)
-    wide = n >= 2048
-    if _more_rows(rows, itemsize) and wide:
+    wide = n >= WIDE
+    if wide and _more_rows(rows, itemsize):
         return ProductCut(64, 128, 1, warps=4, stages=4, left=True)
-    if rows > FEW_ROWS or itemsize != 2 or wide:
+    if wide or not _few_rows(rows, itemsize):
         return None
     return ProductCut(16, 64, 1, warps=4, stages=5, left=False)
 
 
+def _few_rows(rows: int, itemsize: int) -> bool:
+    return itemsize == 2 and rows <= FEW_ROWS
+
+
 def _more_rows(rows: int, itemsize: int) -> bool:
-    """Whether a product of more than few rows is worth a kernel here."""
+    """Whether there are more, but no more than were measured on this chip."""
     return itemsize == 2 and FEW_ROWS < rows <= MORE_ROWS.get(_chip() or "", FEW_ROWS)
 
 
@@ -208,7 +213,7 @@ def gated_cut(rows: int, k: int, n: int, itemsize: int) -> ProductCut | None:
         return cut
     if _more_rows(rows, itemsize) and n >= 64 * 128:
         return ProductCut(128, 64, 1, warps=8, stages=4, left=True)
-    if rows > FEW_ROWS or itemsize != 2:
+    if not _few_rows(rows, itemsize):
         return None
     if n >= 64 * 128:
         return ProductCut(64, 32, 1, warps=4, stages=6, left=True)

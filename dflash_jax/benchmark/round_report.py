@@ -22,7 +22,7 @@ from dflash_jax.benchmark.split import MOST_ROUNDS, PARTS, RoundTimer, filled
 from dflash_jax.benchmark.synthetic import random_pair
 from dflash_jax.cache import make_pool
 from dflash_jax.drafters import NoDrafter, Weights
-from dflash_jax.engine.build import Loaded, choose_dtype, rounds_in_place
+from dflash_jax.engine.build import Loaded, choose_dtype, on_mesh, rounds_in_place
 from dflash_jax.errors import UserError
 from dflash_jax.llm import use_platform
 from dflash_jax.ops import Kernels, select
@@ -92,9 +92,9 @@ def make_timer(loaded: Loaded, kernels: Kernels, requests: int, context: int, bl
     pages = requests * width + 1
     kv = make_pool(loaded.config, pages, PAGE, loaded.dtype, loaded.mesh)
     draft = loaded.drafter.init_cache(pages, PAGE, loaded.dtype, loaded.mesh)
-    state = filled(init_state(requests, width, kv, draft), requests, context, width)
+    state = on_mesh(init_state(requests, width, kv, draft), loaded.mesh)
     steps = Steps(StepConfig(loaded.config, loaded.drafter, PAGE, kernels), rounds_in_place(loaded))
-    return RoundTimer(steps, loaded.weights, state, requests, block)
+    return RoundTimer(steps, loaded.weights, filled(state, requests, context, width), requests, block)
 
 
 def level(timer: RoundTimer, cost: ModelCost, rates: Rates, context: int) -> dict[str, Any]:

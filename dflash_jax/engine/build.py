@@ -87,7 +87,7 @@ def make_runner(loaded: Loaded, settings: EngineSettings) -> DeviceRunner:
 
 
 def rounds_in_place(loaded: Loaded) -> bool:
-    """Only there are rounds CUDA graphs; elsewhere, the copy would be one more launch for nothing."""
+    """Only there are rounds CUDA graphs; elsewhere a result need not be read before the next but one is launched."""
     return loaded.platform == "gpu" and loaded.mesh.size == 1
 
 

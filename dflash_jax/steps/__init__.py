@@ -1,7 +1,7 @@
 """The steps of decoding: pure functions over `Weights` and `DecodeState`.
 
 `rounds` holds the speculative round, `chunks` prefill, `slots` what the host changes between launches; `Steps` jits all
-of them with the state donated.  Axis letters as in `axes`.
+of them, with what they change of the state donated.  Axis letters as in `axes`.
 """
 
 from dflash_jax.state import NOTHING

@@ -30,7 +30,8 @@ class Steps:
     `admit(state, new)`, `edit(state, slots, new)`, `extend(state, updates)`, `finish(state, slots)`.  A round in three
     parts is `propose(block, weights, state, slots, needs=…)`, which donates nothing, `verify_block(weights, state,
     slots, ids)` and `accept_block(weights, state, slots, verified, allowed, needs=…)`.  Each is traced once for each
-    shape of its arguments; `traces` counts by name.  in_place: rounds are launched by `RoundInPlace`.
+    shape of its arguments; `traces` counts by name.  in_place: rounds are launched by `RoundInPlace`, whose
+    results have a row more and are there for a while only.
     """
 
     def __init__(self, config: StepConfig, in_place: bool = False):
@@ -75,8 +76,8 @@ class RoundInPlace:
     For GPUs: XLA replays a round's kernels as a CUDA graph, and records those anew that touch a buffer which is not
     where it was: all of them, 0.7 ms, once anything allocated between two rounds has moved the next one's scratch.  So
     nothing is: two results take turns, and a round's can be read until the next but one of its shape is launched.  They
-    have a row more than the round, which stays: XLA would let bytes that are written whole serve other values before,
-    and a tenth of the kernels would touch them.
+    have a row more than the round, which stays: bytes that are written whole XLA lets serve other values before, and a
+    tenth of the kernels then touch them.
     """
 
     def __init__(self, round_: StateStep):
@@ -86,17 +87,17 @@ class RoundInPlace:
     def __call__(
         self, block: int, weights: Weights, state: DecodeState, slots: Array, needs: Needs = NOTHING
     ) -> tuple[DecodeState, Array]:
-        oldest, last = self._both(block, state, slots, needs)
+        oldest, last = self._results_of(block, state, slots, needs)
         state, packed = self._round(block, weights, state, oldest, slots, needs=needs)
         self._results[len(slots), block, needs] = last, packed
         return state, packed
 
     def lower(self, block: int, weights: Weights, state: DecodeState, slots: Array, needs: Needs = NOTHING) -> Any:
         """As of a jitted function."""
-        result = self._both(block, state, slots, needs)[0]
+        result = self._results_of(block, state, slots, needs)[0]
         return self._round.lower(block, weights, state, result, slots, needs=needs)
 
-    def _both(self, block: int, state: DecodeState, slots: Array, needs: Needs) -> tuple[Array, Array]:
+    def _results_of(self, block: int, state: DecodeState, slots: Array, needs: Needs) -> tuple[Array, Array]:
         """The last two results of this shape, or two that are placed as a step leaves its outputs."""
         key = len(slots), block, needs
         if key not in self._results:

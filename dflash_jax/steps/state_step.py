@@ -26,13 +26,11 @@ class StateStep:
         self._jit = jit(self._apart)
 
     def __call__(self, *args: Any, **options: Any) -> Any:
-        return self.run(self._jit, *args, **options)
+        return _joined(args, self._jit(*self._split(args, options), **options))
 
     def run(self, program: Any, *args: Any, **options: Any) -> Any:
-        """A call of `program`, which is what `lower(…).compile()` made; it takes no static arguments."""
-        changed, others = program(*self._split(args, options), **options)
-        state = dataclasses.replace(_state(args), **changed)
-        return (state, *others) if others else state
+        """A call of `program`, which `lower(…).compile()` made: without static arguments, but with the same `needs`."""
+        return _joined(args, program(*self._split(args, options)))
 
     def lower(self, *args: Any, **options: Any) -> Any:
         """As of a jitted function."""
@@ -67,5 +65,14 @@ class StateStep:
                 raise RuntimeError(f"a step changes the state's {name}, which is none of {', '.join(changing)}")
 
 
+def _joined(args: tuple[Any, ...], made: tuple[dict[str, Any], list[Any]]) -> Any:
+    changed, others = made
+    state = dataclasses.replace(_state(args), **changed)
+    return (state, *others) if others else state
+
+
 def _state(args: tuple[Any, ...]) -> DecodeState:
-    return next(arg for arg in args if isinstance(arg, DecodeState))
+    for arg in args:
+        if isinstance(arg, DecodeState):
+            return arg
+    raise TypeError("a step takes its DecodeState by position")

@@ -67,7 +67,13 @@ def test_edits_are_changed_by_a_step_that_needs_them():
 
 
 def test_a_compiled_program_is_run_like_the_step():
-    step = StateStep(grown, ("seq_len",), donating)
-    program = step.lower(start()).compile()
-    np.testing.assert_array_equal(step.run(program, start()).seq_len, 1)
-    assert step.trace(start()).fun_name and step.cache_size() == 0
+    step = StateStep(lambda state, needs: grown(state, 2 if needs.edits else 1), ("seq_len",), donating)
+    for needs, by in ((Needs(), 1), (Needs(edits=True), 2)):
+        program = step.lower(start(), needs=needs).compile()
+        np.testing.assert_array_equal(step.run(program, start(), needs=needs).seq_len, by)
+    assert step.cache_size() == 0
+
+
+def test_a_state_is_given_by_position():
+    with pytest.raises(TypeError, match="DecodeState by position"):
+        StateStep(grown, ("seq_len",), donating)(state=start())
