@@ -16,6 +16,7 @@ from jax import Array
 from dflash_jax.cache import Pool
 from dflash_jax.ops import GREEDY, EditRows, SamplingRows
 
+EDIT_BYTES = 9  # of a request's `EditRows`, for each token of the vocabulary
 MAX_STOP_IDS = 16  # stop tokens a request may name; unused entries are −1, which no token equals
 
 
@@ -73,7 +74,7 @@ def no_edits(n: int, vocab_size: int) -> EditRows:
 
 
 def init_state(num_slots: int, pages_per_slot: int, kv: Pool, draft: Any, vocab_size: int | None = None) -> DecodeState:
-    """All slots empty and finished.  With the target's `vocab_size` requests may change logits (9 · V bytes a slot)."""
+    """All slots empty and finished.  With the target's `vocab_size` requests may change logits (EDIT_BYTES · V each)."""
     n = num_slots + 1
     return DecodeState(
         bonus=jnp.zeros(n, jnp.int32),

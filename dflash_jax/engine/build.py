@@ -25,7 +25,7 @@ from dflash_jax.errors import UserError
 from dflash_jax.ops import select
 from dflash_jax.places import cache_folder
 from dflash_jax.sharding import make_mesh, sharding
-from dflash_jax.state import DecodeState, init_state
+from dflash_jax.state import EDIT_BYTES, DecodeState, init_state
 from dflash_jax.steps import StepConfig, Steps
 from dflash_jax.weights import TargetCheckpoint, load_target, open_target
 from dflash_jax.weights.turned import lay_out
@@ -121,6 +121,7 @@ def plan_sizes(loaded: Loaded, settings: EngineSettings) -> RunnerSizes:
     per_page = page_bytes(loaded.config, settings.page_size, loaded.dtype)
     per_page += loaded.drafter.page_bytes(settings.page_size, loaded.dtype)
     budget = settings.kv_cache_bytes or default_kv_bytes(loaded)
+    check_slots(settings.max_running_requests, loaded.config.vocab_size, max(budget, CPU_KV_CACHE_BYTES))
     fit = budget // per_page - 1  # page 0 is padding
     longest = settings.max_model_len or loaded.config.max_position
     want = -(-longest // settings.page_size)
@@ -144,6 +145,17 @@ def plan_sizes(loaded: Loaded, settings: EngineSettings) -> RunnerSizes:
         max_prefill_rows=min(8, settings.max_running_requests),
         min_batch=settings.min_decode_batch,
     )
+
+
+def check_slots(requests: int, vocab_size: int, most_bytes: int) -> None:
+    """UserError where what requests may change in their logits needs more than `most_bytes`."""
+    each = EDIT_BYTES * vocab_size
+    if requests * each > most_bytes:
+        raise UserError(
+            f"max_running_requests {requests} needs {requests * each / 1e9:.1f} GB for penalties and biases"
+            f" ({each / 1e6:.1f} MB a request), more than the {most_bytes / 1e9:.1f} GB there are: {most_bytes // each}"
+            " at most"
+        )
 
 
 def default_kv_bytes(loaded: Loaded) -> int:

@@ -26,7 +26,7 @@ from dflash_jax.engine.packing import (
 )
 from dflash_jax.engine.runner import MemoryUse
 from dflash_jax.ops import FILTER, SAMPLE
-from dflash_jax.state import Needs
+from dflash_jax.state import EDIT_BYTES, Needs, no_edits
 
 from .device import V2, greedy, open_device, random_prompt, serve_prompts
 
@@ -146,6 +146,20 @@ def test_the_smallest_batch_is_no_larger_than_the_largest():
     assert sizes_for(max_model_len=64, max_running_requests=6, min_decode_batch=6).min_batch == 6
     with pytest.raises(UserError, match="min_decode_batch 7 is above max_running_requests 6"):
         EngineSettings("", max_running_requests=6, min_decode_batch=7)
+
+
+def test_more_requests_than_memory_has_slots_for_are_refused_at_once():
+    """They would be allocated first, for minutes."""
+    vocab = open_device(V2).loaded.config.vocab_size
+    most = build.CPU_KV_CACHE_BYTES // (EDIT_BYTES * vocab)
+    build.check_slots(most, vocab, build.CPU_KV_CACHE_BYTES)
+    with pytest.raises(UserError, match=rf"max_running_requests {10**8} needs .* GB for penalties .*: {most} at most"):
+        sizes_for(max_model_len=64, max_running_requests=10**8)
+
+
+def test_what_a_slot_s_edits_take():
+    edits = no_edits(3, 1000)
+    assert sum(leaf.nbytes for leaf in (edits.bias, edits.emitted, edits.in_prompt)) == 3 * EDIT_BYTES * 1000
 
 
 def test_no_more_pages_than_the_slots_can_use():
