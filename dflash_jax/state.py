@@ -74,7 +74,7 @@ def no_edits(n: int, vocab_size: int) -> EditRows:
 
 
 def init_state(num_slots: int, pages_per_slot: int, kv: Pool, draft: Any, vocab_size: int | None = None) -> DecodeState:
-    """All slots empty and finished.  With the target's `vocab_size` requests may change logits (EDIT_BYTES · V each)."""
+    """All slots empty and finished.  With the target's `vocab_size` they may change logits, EDIT_BYTES · V each."""
     n = num_slots + 1
     return DecodeState(
         bonus=jnp.zeros(n, jnp.int32),

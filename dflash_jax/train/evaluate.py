@@ -11,6 +11,7 @@ from typing import Any
 
 import numpy as np
 
+from dflash_jax.drafters.token_map import map_size
 from dflash_jax.engine.engine import Engine
 from dflash_jax.engine.request import Request
 from dflash_jax.engine.settings import EngineSettings
@@ -72,7 +73,8 @@ def evaluate(recipe: Recipe, folder: Path, config: EvalConfig, chats: Chats) -> 
     found = measure(engine, prompts, stop_ids, config.max_new_tokens)
     about = {"target": recipe.target, "draft": draft, "block_size": engine.runner.block_size,
              "dtype": str(engine.loaded.dtype), "prompts": str(config.prompts or HELD_OUT),
-             "max_new_tokens": config.max_new_tokens}  # fmt: skip
+             "max_new_tokens": config.max_new_tokens,
+             "token_map": map_size(engine.loaded.weights.draft)}  # fmt: skip
     keep(folder / file_name(config), about, found)
     return found
 

@@ -115,7 +115,7 @@ def test_what_is_reported_is_what_generation_reports(tmp_path, monkeypatch):
     assert (asked[0].target, asked[0].draft, asked[0].max_model_len) == (str(TARGET), str(DRAFT), 4 + 24)
     assert asked[0].speculation == "always"
     kept = json.loads((tmp_path / "run" / "eval-draft-own.json").read_text())
-    assert kept["block_size"] > 1 and len(kept["acceptance"]) == len(found) == 6
+    assert kept["block_size"] > 1 and kept["token_map"] is None and len(kept["acceptance"]) == len(found) == 6
     prompts = [[ord(c) % 64 for c in row["prompt"]] for row in rows]
     for heat in (0.0, 1.0):
         params = [SamplingParams(max_new_tokens=24, temperature=heat, seed=i, stop_token_ids=recipe.data.stop_ids)
