@@ -454,6 +454,8 @@ def make_settings(target: str, draft: str, options: Mapping[str, Any]) -> Engine
         raise UserError(f"draft_temperature {heat} has no meaning with draft_sampling 'argmax'")
     if heat is not None and draft == "none":
         raise UserError(f"draft_temperature {heat} needs a draft, and draft is 'none'")
+    if heat is not None and str(draft).partition(":")[0] == "ngram":
+        raise UserError(f"draft_temperature {heat} has no meaning with draft {draft!r}, which looks its tokens up")
     return EngineSettings(target=str(target), draft=str(draft), **options)
 
 

@@ -119,6 +119,10 @@ MISTAKES: list[tuple[list[Any], str]] = [
         [*TARGET, *IDS, "--draft", "none", "--draft-temperature", "0.5"],
         "draft_temperature 0.5 needs a draft, and draft is 'none'",
     ),
+    (
+        [*TARGET, *IDS, "--draft", "ngram:3", "--draft-temperature", "0.5"],
+        "draft_temperature 0.5 has no meaning with draft 'ngram:3', which looks its tokens up",
+    ),
     ([*BOTH, *IDS, "--draft-temperature", "nan"], "draft_temperature must be a number above 0, not nan"),
     (
         [*BOTH, *IDS, "--draft-temperature", "0.5", "--draft-sampling", "argmax"],
