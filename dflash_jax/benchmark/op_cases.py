@@ -14,7 +14,7 @@ from jax import Array
 from dflash_jax.ops import Kernels, SamplingRows, token_locations
 from dflash_jax.ops.shapes import DRAFT, PREFILL, VERIFY, Shape
 
-EPS, MASK_ID, STOP_IDS, CANDIDATES = 1e-6, 5, 16, 16
+EPS, MASK_ID, STOP_IDS = 1e-6, 5, 16
 ENOUGH_BYTES = 1 << 28
 OPS = {
     VERIFY: ("prepare_block", "cache_write", "block_attention", "verify_attention", "head_logits", "sample_tokens",
@@ -279,7 +279,7 @@ def argmax_head(shape: Shape, draw: Draw) -> OpCase:
 def top_tokens(shape: Shape, draw: Draw) -> OpCase:
     """A selector's candidates, of the rows after the bonus."""
     logits = draw.normal(shape.requests, shape.rows - 1, shape.model.vocab, dtype=jnp.float32)
-    k = min(CANDIDATES, shape.model.vocab)
+    k = min(shape.model.candidates, shape.model.vocab)
     return OpCase("top_tokens", (logits,), logits.nbytes + 8 * logits.shape[0] * logits.shape[1] * k, options={"k": k})
 
 

@@ -30,6 +30,7 @@ class ModelShape:
     draft_layers: int
     taps: int
     qk_norm: bool = True  # of the target; a draft always has it
+    candidates: int = 16  # of DFlash 2's selector
 
     @property
     def group(self) -> int:
@@ -88,7 +89,7 @@ QWEN3_8B = ModelShape("qwen3-8b", 4096, 12288, 32, 8, 128, 151936, 16, 5, 5)
 LLAMA_8B = ModelShape("llama-3.1-8b", 4096, 14336, 32, 8, 128, 128256, 10, 5, 5, qk_norm=False)
 LLAMA_8B_DRAFT = dataclasses.replace(LLAMA_8B, ffn=12288)
 SMOLLM2 = ModelShape("smollm2-135m", 576, 1536, 9, 3, 64, 49152, 8, 4, 4, qk_norm=False)
-SMOLLM2_DRAFT = dataclasses.replace(SMOLLM2, kv_heads=9, ffn=896)
+SMOLLM2_DRAFT = dataclasses.replace(SMOLLM2, kv_heads=9, ffn=896, candidates=64)
 MODELS = (QWEN3_4B, QWEN3_8B, LLAMA_8B, SMOLLM2)
 
 
