@@ -17,7 +17,6 @@ import pytest
 
 TRACE_EVENT = "/jax/core/compile/jaxpr_trace_duration"
 HOST_DEVICES = "--xla_force_host_platform_device_count"
-LESS_COMPILING = "--xla_llvm_disable_expensive_passes=true"  # most of the tests' time is XLA's
 
 
 def _strict_environment() -> None:
@@ -30,7 +29,7 @@ def _strict_environment() -> None:
     os.environ["JAX_NUMPY_RANK_PROMOTION"] = "raise"
     flags = os.environ.get("XLA_FLAGS", "")
     if not re.search(HOST_DEVICES, flags):
-        os.environ["XLA_FLAGS"] = f"{flags} {HOST_DEVICES}=2 {LESS_COMPILING}".strip()
+        os.environ["XLA_FLAGS"] = f"{flags} {HOST_DEVICES}=2".strip()
     cache = Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "dflash_jax" / "test-programs"
     os.environ.setdefault("JAX_COMPILATION_CACHE_DIR", str(cache))
     os.environ.setdefault("JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS", "0.3")
