@@ -13,7 +13,7 @@ import jax
 from tqdm import tqdm
 
 from dflash_jax.demo import demo_draft_path, demo_target_path
-from dflash_jax.drafters.registry import check_unused
+from dflash_jax.drafters.registry import check_unused, find_factory
 from dflash_jax.engine.engine import Engine, check_ids, random_seed
 from dflash_jax.engine.loop import Update
 from dflash_jax.engine.protocol import Grammar
@@ -454,7 +454,7 @@ def make_settings(target: str, draft: str, options: Mapping[str, Any]) -> Engine
         raise UserError(f"draft_temperature {heat} has no meaning with draft_sampling 'argmax'")
     if heat is not None and draft == "none":
         raise UserError(f"draft_temperature {heat} needs a draft, and draft is 'none'")
-    if heat is not None and str(draft).partition(":")[0] == "ngram":
+    if heat is not None and find_factory(str(draft))[0] == "ngram":
         raise UserError(f"draft_temperature {heat} has no meaning with draft {draft!r}, which looks its tokens up")
     return EngineSettings(target=str(target), draft=str(draft), **options)
 

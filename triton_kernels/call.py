@@ -340,8 +340,8 @@ def _largest_one_by_one(x: Array, keys: Array, k: int) -> tuple[Array, Array]:
 def _largest_by_xla(x: Array, keys: Array, k: int) -> tuple[Array, Array]:
     """The k largest of x [rows, V] and their ids int32, out of the k groups with the largest of `keys` [rows, groups].
 
-    Groups are taken in their order, so that of equals the first comes first.  For SmolLM2's 7 rows groups of 64 tokens
-    take an H200 8 and 32 µs for the two sorts.
+    Groups are taken in their order, so that of equals the first comes first.  For SmolLM2's 7 rows the two sorts
+    take an H200 13 and 16 µs with groups of 32 tokens, 8 and 32 with groups of 64.
     """
     v = x.shape[-1]
     if k >= keys.shape[-1]:

@@ -211,10 +211,11 @@ def gated_cut(rows: int, k: int, n: int, itemsize: int) -> ProductCut | None:
     """The same for w [k, 2, n]: two weights at once, and no shares, since what follows is not linear."""
     if cut := _forced(ProductCut):
         return cut
-    if _more_rows(rows, itemsize) and n >= 64 * 128:
+    wide = n >= 64 * 128
+    if wide and _more_rows(rows, itemsize):
         return ProductCut(128, 64, 1, warps=8, stages=4, left=True)
     if not _few_rows(rows, itemsize):
         return None
-    if n >= 64 * 128:
+    if wide:
         return ProductCut(64, 32, 1, warps=4, stages=6, left=True)
     return ProductCut(16, 64, 1, warps=2, stages=5, left=False)

@@ -55,14 +55,16 @@ class StateStep:
         state = dataclasses.replace(rest, **changing)
         made = self._step(*(state if arg is rest else arg for arg in args), **options)
         new, *others = made if isinstance(made, tuple) else (made,)
-        self._check(state, new, changing)
+        _check_kept(state, new, changing)
         return {name: getattr(new, name) for name in changing}, others
 
-    def _check(self, old: DecodeState, new: DecodeState, changing: dict[str, Any]) -> None:
-        for name in (field.name for field in dataclasses.fields(old)):
-            before, after = (jax.tree.leaves(getattr(state, name)) for state in (old, new))
-            if name not in changing and any(a is not b for a, b in zip(before, after, strict=True)):
-                raise RuntimeError(f"a step changes the state's {name}, which is none of {', '.join(changing)}")
+
+def _check_kept(old: DecodeState, new: DecodeState, changing: dict[str, Any]) -> None:
+    """RuntimeError for a step that changes more than it says: when it is traced."""
+    for name in (field.name for field in dataclasses.fields(old) if field.name not in changing):
+        before, after = (jax.tree.leaves(getattr(state, name)) for state in (old, new))
+        if any(a is not b for a, b in zip(before, after, strict=True)):
+            raise RuntimeError(f"a step changes the state's {name}, which is none of {', '.join(changing)}")
 
 
 def _joined(args: tuple[Any, ...], made: tuple[dict[str, Any], list[Any]]) -> Any:

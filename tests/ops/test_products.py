@@ -156,11 +156,11 @@ def test_turned_weights(dtype: Any):
     np.testing.assert_allclose(wide(mine), wide(theirs), rtol=RELATIVE[dtype], atol=RELATIVE[dtype])
 
 
+# -- how they are cut --------------------------------------------------------------------------------------------------
+
+
 def all_cuts(rules: Any) -> tuple[Callable[..., Any], ...]:
     return rules.product_cut, rules.gated_cut, rules.whole_cut
-
-
-# -- how they are cut --------------------------------------------------------------------------------------------------
 
 
 @contextlib.contextmanager
@@ -191,7 +191,7 @@ def test_more_rows_of_a_wide_weight_on_a_hopper(monkeypatch: pytest.MonkeyPatch)
     rows = 17
     with tiles() as rules:
         monkeypatch.setattr(rules, "_chip", lambda: "9.0")
-        assert all(cut(rows, 96, 8192, 2).columns > 32 for cut in (rules.product_cut, rules.gated_cut, rules.whole_cut))
+        assert all(cut(rows, 96, 8192, 2).columns > 32 for cut in all_cuts(rules))
         check_projected(Kernels("triton").project_add_norm, (rows,), 130, 2100, jnp.bfloat16)
         check_gated(Kernels("triton").gated_product, (rows,), 40, 8200, jnp.bfloat16)
         check_product(Kernels("triton").project, (rows,), 130, (3, 700), jnp.bfloat16)

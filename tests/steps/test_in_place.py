@@ -22,7 +22,7 @@ ROUNDS = 4
 def started(lab: Lab) -> tuple[DecodeState, jax.Array]:
     """Two requests after their prefill, and their slots."""
     requests = [Request(0, [3, 5, 7], 200), Request(1, [2, 11], 200)]
-    run = Run(lab, requests, lab.state()).prefill()
+    run = Run(lab, requests).prefill()
     return run.state, lab.where([0, 1])
 
 
