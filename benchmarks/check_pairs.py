@@ -23,7 +23,8 @@ def check(pair: pathlib.Path, args: argparse.Namespace) -> dict[str, object]:
     equal = plain = accepted = 0
     for width in sorted({case["block_size"] for case in cases}):
         llm = LLM(str(pair / "target"), str(pair / "draft"), platform=args.platform, dtype="float32",
-                  kernels=args.kernels, block_size=width, max_model_len=256)  # fmt: skip
+                  kernels=args.kernels, block_size=width, max_model_len=256,
+                  tensor_parallel_size=args.tensor_parallel_size)  # fmt: skip
         for case in (c for c in cases if c["block_size"] == width):
             params = SamplingParams(max_new_tokens=case["max_new_tokens"], ignore_eos=True)
             out = llm.generate([case["prompt_ids"]], params)[0]
@@ -40,6 +41,7 @@ def main() -> int:
     parser.add_argument("--name", required=True, help="of the result file")
     parser.add_argument("--platform", default=None)
     parser.add_argument("--kernels", default="auto")
+    parser.add_argument("--tensor-parallel-size", type=int, default=1)
     args = parser.parse_args()
     results = {}
     for pair in args.pairs:

@@ -22,7 +22,8 @@ ID_LISTS = ("stop_token_ids", "allowed_token_ids", "bad_token_ids")
 SHAPES = ("json_schema", "regex", "choice", "grammar", "json_object")  # `json_schema` is StructuredOutputs.json
 ENGINE_OPTIONS = (
     "block_size", "speculation", "draft_sampling", "draft_temperature", "speculative_token_map", "logprobs_mode",
-    "dtype", "max_model_len", "kernels", "max_running_requests", "kv_cache_bytes", "overlap", "weights_cache",
+    "dtype", "max_model_len", "kernels", "tensor_parallel_size", "max_running_requests", "kv_cache_bytes", "overlap",
+    "weights_cache",
 )  # fmt: skip
 
 
@@ -113,9 +114,11 @@ def add_execution(group: Group) -> None:
                        " (default: the model's, or what the KV cache holds)")  # fmt: skip
     group.add_argument("--kernels", choices=("auto", "xla", "pallas", "triton"), help="default: auto, by platform")
     group.add_argument("--platform", choices=("cpu", "gpu", "tpu"), help="default: the best one that JAX finds")
+    group.add_argument("--tensor-parallel-size", type=int, metavar="N", help="devices that share the model: its heads,"
+                       " MLPs, vocabulary and KV cache (default: 1)")  # fmt: skip
     group.add_argument("--max-running-requests", type=int, metavar="N", help="prompts decoded at once (default: 8)")
-    group.add_argument("--kv-cache-bytes", type=int, metavar="N", help="memory for the KV cache of target and draft"
-                       " (default: 512 MiB on CPU, most of what is free elsewhere)")  # fmt: skip
+    group.add_argument("--kv-cache-bytes", type=int, metavar="N", help="memory for the KV cache of target and draft on"
+                       " each device (default: 512 MiB on CPU, most of what is free elsewhere)")  # fmt: skip
     group.add_argument("--disable-overlap", dest="overlap", action="store_false", default=None, help="read each round"
                        " before the next is launched")  # fmt: skip
     group.add_argument("--weights-cache", metavar="DIR", help="keep converted weights there, for faster starts")

@@ -71,9 +71,13 @@ def count(specs: Any) -> int:
     return sum(spec.size for _, spec in walk(specs))
 
 
-def tree_bytes(tree: Any) -> int:
-    """Bytes of all arrays of a tree, of one that stands in two places once."""
-    return sum({id(leaf): leaf.nbytes for leaf in jax.tree.leaves(tree)}.values())
+def device_bytes(tree: Any) -> int:
+    """Bytes that each device holds of a tree's arrays; one that stands in two places counts once."""
+    return sum({id(leaf): _device_bytes(leaf) for leaf in jax.tree.leaves(tree)}.values())
+
+
+def _device_bytes(leaf: jax.Array) -> int:
+    return math.prod(leaf.sharding.shard_shape(leaf.shape)) * leaf.dtype.itemsize
 
 
 def random_params(specs: Any, key: jax.Array, dtype: jnp.dtype) -> Params:

@@ -28,12 +28,35 @@ def make_mesh(devices: Sequence[Any] | None = None) -> Mesh:
     return Mesh(np.array(list(devices) if devices else jax.devices()[:1]), (TENSOR,))
 
 
+def tensor_mesh(size: int) -> Mesh:
+    """A mesh over the first `size` devices.  UserError where there are fewer."""
+    found = jax.devices()
+    if size > len(found):
+        raise UserError(
+            f"tensor_parallel_size {size} needs {size} devices, and there {_are(len(found))} ({found[0].device_kind})"
+        )
+    return make_mesh(found[:size])
+
+
+def _are(count: int) -> str:
+    return "is 1" if count == 1 else f"are {count}"
+
+
 def sharding(mesh: Mesh, names: Sequence[str | None], shape: Sequence[int] | None = None) -> NamedSharding:
-    """The sharding of an array with these logical axis names; `shape` checks that the split is even."""
+    """The sharding of an array with these logical axis names; `shape` checks that the split is even.
+
+    A vocabulary that cannot be split evenly is whole on every device; UserError for other axes.
+    """
     parts = [RULES.get(name) if name else None for name in names]
-    for part, name, size in zip(parts, names, shape or (), strict=False):
-        if part and size % mesh.shape[part]:
+    for i, (name, size) in enumerate(zip(names, shape or (), strict=False)):
+        part = parts[i]
+        if part is None or size % mesh.shape[part] == 0:
+            continue
+        if name != axes.VOCAB:
             raise UserError(f"{name} of size {size} cannot be split evenly over {mesh.shape[part]} devices")
+        parts[i] = None
+    while parts and parts[-1] is None:  # as JAX names what a step returns: another name is another program
+        parts.pop()
     return NamedSharding(mesh, PartitionSpec(*parts))
 
 

@@ -21,7 +21,7 @@ from dflash_jax.drafters.token_map import chosen_head
 from dflash_jax.engine.build import Loaded
 from dflash_jax.engine.engine import Engine
 from dflash_jax.models import head_weight
-from dflash_jax.params import Params, tree_bytes
+from dflash_jax.params import Params, device_bytes
 
 REPEATS, IN_A_ROW = 8, 10
 COPY_BYTES = {"cpu": 1 << 27}
@@ -81,13 +81,13 @@ class ModelCost:
     """
 
     target_bytes: int
-    target_params: int
+    target_params: float
     target_kv_bytes: float
-    head_params: int
+    head_params: float
     draft_head_bytes: int = 0
-    draft_head_params: int = 0
+    draft_head_params: float = 0
     draft_bytes: int = 0
-    draft_params: int = 0
+    draft_params: float = 0
     draft_kv_bytes: float = 0.0
 
     def round(self, requests: int, context: float, rows: int) -> tuple[float, float]:
@@ -116,20 +116,21 @@ def engine_cost(engine: Engine) -> ModelCost:
 
 
 def loaded_cost(loaded: Loaded, page: int) -> ModelCost:
-    """Of a pair with pages of `page` tokens."""
+    """Of a pair with pages of `page` tokens: of several devices, the part of each."""
+    parts = loaded.mesh.size
     target, dtype = loaded.weights.target, loaded.dtype
     draft, (draft_head, few) = loaded.weights.draft, chosen_head(loaded.weights, likeliest=True)
-    unread = 0 if loaded.config.tied else target["embed"].nbytes
+    unread = 0 if loaded.config.tied else device_bytes(target["embed"])
     return ModelCost(
-        target_bytes=tree_bytes(target) - unread,
-        target_params=_multiplied(target) - (0 if loaded.config.tied else target["embed"].size),
-        target_kv_bytes=page_bytes(loaded.config, page, dtype) / page,
-        head_params=head_weight(target).size,
-        draft_head_bytes=draft_head.nbytes,
-        draft_head_params=draft_head.size,
-        draft_bytes=tree_bytes(draft) - (0 if few is None else draft_head.nbytes),
-        draft_params=_multiplied(draft) - (0 if few is None else draft_head.size),
-        draft_kv_bytes=loaded.drafter.page_bytes(page, dtype) / page,
+        target_bytes=device_bytes(target) - unread,
+        target_params=(_multiplied(target) - (0 if loaded.config.tied else target["embed"].size)) / parts,
+        target_kv_bytes=page_bytes(loaded.config, page, dtype) / page / parts,
+        head_params=head_weight(target).size / parts,
+        draft_head_bytes=device_bytes(draft_head),
+        draft_head_params=draft_head.size / parts,
+        draft_bytes=device_bytes(draft) - (0 if few is None else device_bytes(draft_head)),
+        draft_params=(_multiplied(draft) - (0 if few is None else draft_head.size)) / parts,
+        draft_kv_bytes=loaded.drafter.page_bytes(page, dtype) / page / parts,
     )
 
 

@@ -26,8 +26,8 @@ examples:
   python -m dflash_jax.benchmark kernels --shape smollm2
 
 exit code: 0; 1 where a contender failed and the others' results were kept; 2 after a mistake; 130 after Ctrl-C"""
-ENGINE = ("block_size", "speculation", "dtype", "max_model_len", "kv_cache_bytes", "draft_sampling",
-          "speculative_token_map")
+ENGINE = ("block_size", "speculation", "dtype", "tensor_parallel_size", "max_model_len", "kv_cache_bytes",
+          "draft_sampling", "speculative_token_map")
 DRAFT_ONLY = ("block_size", "draft_sampling", "speculative_token_map")  # what plain decoding has no use for
 DEFAULTS = {"output_len": 48, "num_prompts": 10, "concurrency": "1,4", "repeats": 1, "seed": 0, "timeout": 120.0}
 
@@ -101,6 +101,8 @@ def add_execution(group: Any) -> None:
     group.add_argument("--speculative-token-map", metavar="FILE", help="tokens that drafts may be; 'none': all")
     group.add_argument("--dtype", choices=("auto", "float32", "bfloat16"))
     group.add_argument("--platform", choices=("cpu", "gpu", "tpu"))
+    group.add_argument("--tensor-parallel-size", type=int, metavar="N", help="devices that share the model (default:"
+                       " 1)")  # fmt: skip
     group.add_argument("--max-model-len", type=int, metavar="N")
     group.add_argument("--kv-cache-bytes", type=int, metavar="N")
     group.add_argument("--prefix-caching", action="store_true", help="let prompts share what they have in common; off"

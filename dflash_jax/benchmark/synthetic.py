@@ -14,21 +14,14 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 from jax import Array
+from jax.sharding import Mesh
 
 from dflash_jax.benchmark.engine_contender import Served
 from dflash_jax.config import DraftConfig, read_draft, read_target
 from dflash_jax.drafters import DFlashDrafter, Drafter, NoDrafter, Weights
 from dflash_jax.drafters.registry import check_block_size
-from dflash_jax.engine.build import (
-    Loaded,
-    choose_dtype,
-    make_state,
-    plan_sizes,
-    rounds_in_place,
-    use_compilation_cache,
-)
+from dflash_jax.engine.build import Loaded, choose_dtype, make_runner, use_compilation_cache
 from dflash_jax.engine.engine import Engine
-from dflash_jax.engine.runner import DeviceRunner
 from dflash_jax.engine.settings import EngineSettings
 from dflash_jax.errors import UserError
 from dflash_jax.llm import use_platform
@@ -37,8 +30,7 @@ from dflash_jax.models.dflash import draft_specs, with_injection
 from dflash_jax.ops import Accepted, Kernels, select
 from dflash_jax.params import Params, random_params
 from dflash_jax.presets import load_preset
-from dflash_jax.sharding import make_mesh
-from dflash_jax.steps import StepConfig, Steps
+from dflash_jax.sharding import spec_shardings, tensor_mesh
 from dflash_jax.weights import TargetCheckpoint
 from dflash_jax.weights.turned import lay_out
 
@@ -93,8 +85,10 @@ def acceptance_rate(mean: float, block: int) -> float:
     return (low + high) / 2
 
 
-def random_pair(preset: str, dtype_name: str, drafted: bool, block_size: int | None = None) -> Loaded:
-    """A target of the preset's shape with random weights, and its draft if `drafted`."""
+def random_pair(
+    preset: str, dtype_name: str, drafted: bool, block_size: int | None = None, devices: int = 1
+) -> Loaded:
+    """A target of the preset's shape with random weights, and its draft if `drafted`, divided among `devices`."""
     shape = load_preset(preset)
     if "target" not in shape:
         raise UserError(f"preset {preset!r} is a machine, not a pair of models")
@@ -102,21 +96,27 @@ def random_pair(preset: str, dtype_name: str, drafted: bool, block_size: int | N
     draft = read_draft(f"preset {preset}", shape["draft"], config) if drafted else None
     if draft is not None:
         check_block_size(block_size, draft.block_size, "dflash")
-    mesh = make_mesh()
+    mesh = tensor_mesh(devices)
     platform = mesh.devices.flat[0].platform
     dtype = choose_dtype(dtype_name, platform)
-    drafter, draft_params = random_draft(draft, dtype)
-    target = random_params(FAMILIES[config.family].specs(config), jax.random.key(0), dtype)
+    drafter, draft_params = random_draft(draft, dtype, mesh)
+    target = random_on(mesh, FAMILIES[config.family].specs(config), 0, dtype)
     target, draft_params = lay_out(target, mesh, dtype), draft_params and lay_out(draft_params, mesh, dtype)
     nothing: Any = None  # no file stands behind these weights
     checkpoint = TargetCheckpoint(config, nothing, nothing, nothing, WHERE + preset)
     return Loaded(checkpoint, drafter, Weights(target, draft_params), dtype, platform, mesh)
 
 
-def random_draft(config: DraftConfig | None, dtype: Any) -> tuple[Drafter, Params]:
+def random_draft(config: DraftConfig | None, dtype: Any, mesh: Mesh) -> tuple[Drafter, Params]:
     if config is None:
         return NoDrafter(), None
-    return DFlashDrafter(config), with_injection(random_params(draft_specs(config), jax.random.key(1), dtype), config)
+    return DFlashDrafter(config), with_injection(random_on(mesh, draft_specs(config), 1, dtype), config)
+
+
+def random_on(mesh: Mesh, specs: Any, seed: int, dtype: Any) -> Params:
+    """Random parameters on their devices."""
+    params = random_params(specs, jax.random.key(seed), dtype)
+    return jax.device_put(params, spec_shardings(specs, mesh)) if mesh.size > 1 else params
 
 
 def make_settings(preset: str, drafted: bool, options: dict[str, Any]) -> EngineSettings:
@@ -130,12 +130,10 @@ def serve_preset(
     use_platform(platform)
     use_compilation_cache()
     settings = make_settings(preset, drafted, options)
-    loaded = random_pair(preset, settings.dtype, drafted, settings.block_size)
-    sizes = plan_sizes(loaded, settings)
-    kernels = select(settings.kernels, loaded.platform)
+    loaded = random_pair(preset, settings.dtype, drafted, settings.block_size, settings.tensor_parallel_size)
+    kernels = select(settings.kernels, loaded.platform, loaded.mesh)
     if mean is not None:
-        rate = acceptance_rate(mean, sizes.block_size) if drafted else 0.0
+        rate = acceptance_rate(mean, settings.block_size or loaded.drafter.max_block) if drafted else 0.0
         own = {field.name: getattr(kernels, field.name) for field in dataclasses.fields(kernels)}
         kernels = ForcedAcceptance(**own, rate=rate)
-    steps = Steps(StepConfig(loaded.config, loaded.drafter, sizes.page_size, kernels), rounds_in_place(loaded))
-    return Served(Engine(settings, loaded, DeviceRunner(steps, loaded.weights, make_state(loaded, sizes), sizes)))
+    return Served(Engine(settings, loaded, make_runner(loaded, settings, kernels)))

@@ -22,9 +22,10 @@ from dflash_jax.engine.runner import DeviceRunner, RunnerSizes
 from dflash_jax.engine.settings import CPU_KV_CACHE_BYTES, DEVICE_MEMORY_SHARE, EngineSettings
 from dflash_jax.engine.speculation import Speculation
 from dflash_jax.errors import UserError
-from dflash_jax.ops import select
+from dflash_jax.ops import Kernels, select
+from dflash_jax.params import device_bytes
 from dflash_jax.places import cache_folder
-from dflash_jax.sharding import make_mesh, sharding
+from dflash_jax.sharding import sharding, tensor_mesh
 from dflash_jax.state import EDIT_BYTES, DecodeState, init_state
 from dflash_jax.steps import StepConfig, Steps
 from dflash_jax.weights import TargetCheckpoint, load_target, open_target
@@ -51,7 +52,7 @@ class Loaded:
 
 def load(settings: EngineSettings) -> Loaded:
     """Open and load target and draft.  What can be refused is refused before the target's weights are read."""
-    mesh = make_mesh()
+    mesh = tensor_mesh(settings.tensor_parallel_size)
     platform = mesh.devices.flat[0].platform
     dtype = choose_dtype(settings.dtype, platform)
     checkpoint = open_target(settings.target)
@@ -71,17 +72,18 @@ def choose_dtype(name: str, platform: str) -> Any:
     return jnp.dtype(name)
 
 
-def make_runner(loaded: Loaded, settings: EngineSettings) -> DeviceRunner:
-    """Size the pools, make the state and prepare the compiled steps."""
+def make_runner(loaded: Loaded, settings: EngineSettings, kernels: Kernels | None = None) -> DeviceRunner:
+    """Size the pools, make the state and prepare the compiled steps.  kernels: others than those of the settings."""
     sizes = plan_sizes(loaded, settings)
-    kernels = select(settings.kernels, loaded.platform)
+    kernels = kernels or select(settings.kernels, loaded.platform, loaded.mesh)
     log.info("%s", kernels.reason)
     config = StepConfig(
         loaded.config, loaded.drafter, sizes.page_size, kernels, settings.draft_sampling, settings.draft_temperature,
         settings.logprobs_mode,
     )  # fmt: skip
-    steps = Steps(config, rounds_in_place(loaded))
-    runner = DeviceRunner(steps, loaded.weights, make_state(loaded, sizes), sizes)
+    state = make_state(loaded, sizes)
+    steps = Steps(config, rounds_in_place(loaded), layout_of(state, loaded.mesh))
+    runner = DeviceRunner(steps, loaded.weights, state, sizes)
     log.info("%s; %d pages of %d tokens", runner.memory, sizes.num_pages - 1, sizes.page_size)
     return runner
 
@@ -116,10 +118,14 @@ def on_mesh(state: DecodeState, mesh: Mesh) -> DecodeState:
     return jax.tree.map(put, state)
 
 
+def layout_of(state: DecodeState, mesh: Mesh) -> DecodeState | None:
+    """How the state lies on several devices, which every step must leave as it is; None on one."""
+    return jax.tree.map(lambda x: x.sharding, state) if mesh.size > 1 else None
+
+
 def plan_sizes(loaded: Loaded, settings: EngineSettings) -> RunnerSizes:
     """Pages that fit the budget; max_model_len is the model's own, or as much of it as the pool holds."""
-    per_page = page_bytes(loaded.config, settings.page_size, loaded.dtype)
-    per_page += loaded.drafter.page_bytes(settings.page_size, loaded.dtype)
+    per_page = bytes_of_a_page(loaded, settings.page_size)
     budget = settings.kv_cache_bytes or default_kv_bytes(loaded)
     check_slots(settings.max_running_requests, loaded.config.vocab_size, max(budget, CPU_KV_CACHE_BYTES))
     fit = budget // per_page - 1  # page 0 is padding
@@ -147,6 +153,12 @@ def plan_sizes(loaded: Loaded, settings: EngineSettings) -> RunnerSizes:
     )
 
 
+def bytes_of_a_page(loaded: Loaded, page_size: int) -> int:
+    """What a page of both pools takes on each device."""
+    draft = loaded.drafter.init_cache(1, page_size, loaded.dtype, loaded.mesh)
+    return page_bytes(loaded.config, page_size, loaded.dtype) // loaded.mesh.size + device_bytes(draft)
+
+
 def check_slots(requests: int, vocab_size: int, most_bytes: int) -> None:
     """UserError where what requests may change in their logits needs more than `most_bytes`."""
     each = EDIT_BYTES * vocab_size
@@ -159,7 +171,8 @@ def check_slots(requests: int, vocab_size: int, most_bytes: int) -> None:
 
 
 def default_kv_bytes(loaded: Loaded) -> int:
-    """Bytes for both pools: a share of the memory that is free with the weights in it, or CPU's fixed amount."""
+    """Bytes for both pools on each device: a share of the memory that is free with the weights in it, or CPU's fixed
+    amount."""
     stats = loaded.mesh.devices.flat[0].memory_stats() if loaded.platform != "cpu" else None
     if not stats or "bytes_limit" not in stats:
         return CPU_KV_CACHE_BYTES

@@ -34,7 +34,7 @@ from dflash_jax.engine.packing import (
 )
 from dflash_jax.engine.protocol import PrefillRow, RowResult
 from dflash_jax.ops import BROKEN, LENGTH, RUNNING, STOP
-from dflash_jax.params import tree_bytes
+from dflash_jax.params import device_bytes
 from dflash_jax.state import DecodeState, Needs
 from dflash_jax.steps import NOTHING, Admission, PrefillBatch, Steps, Verified
 
@@ -60,7 +60,7 @@ class RunnerSizes:
 
 @dataclass(frozen=True)
 class MemoryUse:
-    """Bytes on the device.  edits: what requests may change in their logits; scratch: the most that a step compiled so
+    """Bytes on each device.  edits: what requests may change in their logits; scratch: the most that a step compiled so
     far needs beside all that; None before the first."""
 
     target: int
@@ -183,7 +183,7 @@ class DeviceRunner:
     @property
     def memory(self) -> MemoryUse:
         weights, state = self.weights, self.state
-        parts = (tree_bytes(part) for part in (weights.target, weights.draft, state.kv, state.draft, state.edits))
+        parts = (device_bytes(part) for part in (weights.target, weights.draft, state.kv, state.draft, state.edits))
         return MemoryUse(*parts, scratch=self.scratch_bytes)
 
     # -- launches ------------------------------------------------------------------------------------------------
@@ -319,7 +319,7 @@ class DeviceRunner:
         if key not in self._slot_arrays:
             if len(self._slot_arrays) >= 64:
                 self._slot_arrays.clear()
-            self._slot_arrays[key] = jax.device_put(np.array(key, np.int32))
+            self._slot_arrays[key] = jax.device_put(np.array(key, np.int32), self.state.page_table.sharding)
         return self._slot_arrays[key]
 
     def _launch(self, key: tuple[Any, ...], step: Any, before: tuple[Any, ...], *after: Any, needs: Needs) -> jax.Array:

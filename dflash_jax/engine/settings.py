@@ -35,9 +35,10 @@ class EngineSettings:
     logprobs_mode: log-probabilities of the target's own distribution, or of the one that tokens are drawn from after
     all that the request asks for; or the logits of either.  Those of prompts are always the target's own.
     max_model_len: tokens of a request, prompt and output together.
+    tensor_parallel_size: devices among which heads, MLPs, vocabulary and KV caches are divided.
     max_running_requests: requests decoded at once.
     min_decode_batch: rounds of fewer requests are padded to so many, of which none is compiled then.
-    kv_cache_bytes: both pools together.
+    kv_cache_bytes: both pools together, on each device.
     chunked_prefill_size: prompt tokens of one prefill launch.
     weights_cache: folder for converted weights (a second start is then fast); None = no cache.
     """
@@ -53,6 +54,7 @@ class EngineSettings:
     logprobs_mode: str = "raw_logprobs"
     max_model_len: int | None = None
     kernels: str = "auto"
+    tensor_parallel_size: int = 1
     max_running_requests: int = 8
     min_decode_batch: int = 1
     page_size: int = 16
@@ -81,8 +83,9 @@ class EngineSettings:
         for name in ("enable_prefix_caching", "overlap", "progress"):
             if not isinstance(getattr(self, name), bool):
                 raise UserError(f"{name} must be true or false, not {getattr(self, name)!r}")
-        for name, low in (("max_running_requests", 1), ("min_decode_batch", 1), ("page_size", 1),
-                          ("chunked_prefill_size", 1), ("max_model_len", 2), ("kv_cache_bytes", 1)):  # fmt: skip
+        for name, low in (("tensor_parallel_size", 1), ("max_running_requests", 1), ("min_decode_batch", 1),
+                          ("page_size", 1), ("chunked_prefill_size", 1), ("max_model_len", 2),
+                          ("kv_cache_bytes", 1)):  # fmt: skip
             value = getattr(self, name)
             if value is not None and (type(value) is not int or value < low):
                 raise UserError(f"{name} must be an integer of at least {low}, not {value!r}")

@@ -31,11 +31,13 @@ class Steps:
     parts is `propose(block, weights, state, slots, needs=…)`, which donates nothing, `verify_block(weights, state,
     slots, ids)` and `accept_block(weights, state, slots, verified, allowed, needs=…)`.  Each is traced once for each
     shape of its arguments; `traces` counts by name.  in_place: rounds are launched by `RoundInPlace`, whose
-    results have a row more and are there for a while only.
+    results have a row more and are there for a while only.  layout: shardings of a state, which they leave as they are
+    (XLA might choose others for what is split over devices, and steps would be compiled again for them).
     """
 
-    def __init__(self, config: StepConfig, in_place: bool = False):
+    def __init__(self, config: StepConfig, in_place: bool = False, layout: DecodeState | None = None):
         self.config = config
+        self._layout = layout
         self.traces: dict[str, int] = {}
         self.decode_round = self._in_place() if in_place else self._of_config(decode_round, COMMIT, static=(1,))
         self.propose = self._jit("propose", functools.partial(propose, config), static=(0,))
@@ -59,7 +61,7 @@ class Steps:
         donate: tuple[int, ...] = (0,),
     ) -> StateStep:  # fmt: skip
         """static, donate: places among the arguments, of which the first is what changes."""
-        return StateStep(step, changes, lambda apart: self._jit(name, apart, static, donate))
+        return StateStep(step, changes, lambda apart: self._jit(name, apart, static, donate), self._layout)
 
     def _jit(self, name: str, function: Any, static: tuple[int, ...] = (), donate: tuple[int, ...] = ()) -> Any:
         def counted(*args: Any, **options: Any) -> Any:

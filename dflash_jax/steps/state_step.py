@@ -17,12 +17,19 @@ class StateStep:
     What a program returns costs the host some microseconds an array, also where it passes through: pools, tables and
     parameters that a step leaves as they are do not go through it.  changes: fields of the state that it may change,
     which are donated; with `needs.edits`, `edits` is one more.  jit(function): compiles one whose first argument is
-    donated.
+    donated.  layout: shardings that the state keeps; None: XLA chooses.
     """
 
-    def __init__(self, step: Callable[..., Any], changes: tuple[str, ...], jit: Callable[[Any], Any]):
+    def __init__(
+        self,
+        step: Callable[..., Any],
+        changes: tuple[str, ...],
+        jit: Callable[[Any], Any],
+        layout: DecodeState | None = None,
+    ):
         self._step = step
         self._changes = changes
+        self._layout = layout
         self._jit = jit(self._apart)
 
     def __call__(self, *args: Any, **options: Any) -> Any:
@@ -56,7 +63,13 @@ class StateStep:
         made = self._step(*(state if arg is rest else arg for arg in args), **options)
         new, *others = made if isinstance(made, tuple) else (made,)
         _check_kept(state, new, changing)
-        return {name: getattr(new, name) for name in changing}, others
+        return self._kept({name: getattr(new, name) for name in changing}), others
+
+    def _kept(self, changed: dict[str, Any]) -> dict[str, Any]:
+        """`changed` on the devices where it was."""
+        if self._layout is None:
+            return changed
+        return jax.lax.with_sharding_constraint(changed, {name: getattr(self._layout, name) for name in changed})
 
 
 def _check_kept(old: DecodeState, new: DecodeState, changing: dict[str, Any]) -> None:

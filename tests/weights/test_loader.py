@@ -133,9 +133,11 @@ def test_two_devices_hold_the_same_values(tmp_path: Path):
     shards = split["layers"][0]["attn"]["qkv"].addressable_shards
     assert [shard.data.shape for shard in shards] == [(32, 1, 5, 16)] * 2
     odd = {**QWEN3, "vocab_size": 51}
-    folder = write_folder(tmp_path / "odd", odd, target_tensors(odd))
-    with pytest.raises(UserError, match="vocab of size 51 cannot be split evenly over 2 devices"):
-        load(folder, devices=jax.devices()[:2])
+    whole = load(write_folder(tmp_path / "odd", odd, target_tensors(odd)), devices=jax.devices()[:2])
+    assert [shard.data.shape for shard in whole["embed"].addressable_shards] == [(51, 32)] * 2
+    odd = {**QWEN3, "intermediate_size": 51}
+    with pytest.raises(UserError, match="ffn of size 51 cannot be split evenly over 2 devices"):
+        load(write_folder(tmp_path / "ffn", odd, target_tensors(odd)), devices=jax.devices()[:2])
 
 
 def test_progress_goes_to_a_terminal_s_stderr_only_when_asked(

@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 
 from dflash_jax.ops import Turned, dot, flat_inputs
-from dflash_jax.params import tree_bytes
+from dflash_jax.params import device_bytes
 from dflash_jax.weights.turned import turn
 
 rng = np.random.default_rng(0)
@@ -38,11 +38,11 @@ def test_products_are_the_same(path, axes):
 @pytest.mark.parametrize("tied", [True, False])
 def test_the_head_is_used_as_it_lies_and_bytes_stay(tied):
     params = weights(tied)
-    wanted, size = params.get("head", params["embed"]), tree_bytes(params)
+    wanted, size = params.get("head", params["embed"]), device_bytes(params)
     turned = turn(params)
     assert turned["head"].array is wanted
     assert turned["embed"] is params["embed"]
-    assert tree_bytes(turned) == size
+    assert device_bytes(turned) == size
     assert not isinstance(turned["norm"], Turned)
 
 
