@@ -112,7 +112,8 @@ def add_execution(group: Group) -> None:
                        " auto = float32 on CPU, bfloat16 elsewhere)")  # fmt: skip
     group.add_argument("--max-model-len", type=int, metavar="N", help="longest prompt and output together, in tokens"
                        " (default: the model's, or what the KV cache holds)")  # fmt: skip
-    group.add_argument("--kernels", choices=("auto", "xla", "pallas", "triton"), help="default: auto, by platform")
+    group.add_argument("--kernels", choices=("auto", "xla", "pallas", "triton", "native"), help="default: auto, by"
+                       " platform")  # fmt: skip
     group.add_argument("--platform", choices=("cpu", "gpu", "tpu"), help="default: the best one that JAX finds")
     group.add_argument("--tensor-parallel-size", type=int, metavar="N", help="devices that share the model: its heads,"
                        " MLPs, vocabulary and KV cache (default: 1)")  # fmt: skip

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import importlib
 import importlib.util
+import signal
 import sys
 from collections.abc import Sequence
 
@@ -37,4 +38,5 @@ def check_packages() -> None:
 
 
 if __name__ == "__main__":
+    signal.signal(signal.SIGTERM, signal.default_int_handler)  # a polite kill keeps what was measured, as Ctrl-C does
     sys.exit(main())

@@ -25,7 +25,8 @@ examples:
   python -m dflash_jax.benchmark round --preset smollm2-135m --requests 1,8
   python -m dflash_jax.benchmark kernels --shape smollm2
 
-exit code: 0; 1 where a contender failed and the others' results were kept; 2 after a mistake; 130 after Ctrl-C"""
+exit code: 0; 1 where a contender failed and the others' results were kept; 2 after a mistake; 130 after Ctrl-C or
+SIGTERM, which keep what was measured"""
 ENGINE = ("block_size", "speculation", "dtype", "tensor_parallel_size", "max_model_len", "kv_cache_bytes",
           "draft_sampling", "speculative_token_map")
 DRAFT_ONLY = ("block_size", "draft_sampling", "speculative_token_map")  # what plain decoding has no use for

@@ -26,9 +26,10 @@ from dflash_jax.engine.build import Loaded, choose_dtype, on_mesh, rounds_in_pla
 from dflash_jax.errors import UserError
 from dflash_jax.llm import use_platform
 from dflash_jax.ops import Kernels, select
-from dflash_jax.ops.dispatch import backends
+from dflash_jax.ops.dispatch import usable
 from dflash_jax.state import init_state
 from dflash_jax.steps import StepConfig, Steps
+from dflash_jax.weights.turned import served_by
 
 PAGE = 16
 DESCRIPTION = "A whole round at a preset's shape with random weights, its parts, and its ceiling."
@@ -55,7 +56,7 @@ def report_round(argv: Sequence[str]) -> int:
     requests = numbers("--requests", args.requests, int)
     use_platform(args.platform)
     platform = jax.default_backend()
-    chosen = [select(name, platform) for name in split_names("--kernels", args.kernels or ",".join(backends(platform)))]
+    chosen = [select(name, platform) for name in split_names("--kernels", args.kernels or ",".join(usable(platform)))]
     dtype = choose_dtype(args.dtype, platform)
     rates = better(measure_rates(dtype), measure_rates(dtype))
     pair = random_pair(args.preset, args.dtype, True, args.block_size)
@@ -94,7 +95,8 @@ def make_timer(loaded: Loaded, kernels: Kernels, requests: int, context: int, bl
     draft = loaded.drafter.init_cache(pages, PAGE, loaded.dtype, loaded.mesh)
     state = on_mesh(init_state(requests, width, kv, draft), loaded.mesh)
     steps = Steps(StepConfig(loaded.config, loaded.drafter, PAGE, kernels), rounds_in_place(loaded))
-    return RoundTimer(steps, loaded.weights, filled(state, requests, context, width), requests, block)
+    weights = served_by(loaded.weights, kernels)
+    return RoundTimer(steps, weights, filled(state, requests, context, width), requests, block)
 
 
 def level(timer: RoundTimer, cost: ModelCost, rates: Rates, context: int) -> dict[str, Any]:

@@ -6,6 +6,7 @@ for tokens that hardly ever come.  A token that is left out is never drafted; th
 
 from __future__ import annotations
 
+import dataclasses
 import json
 import logging
 from pathlib import Path
@@ -80,7 +81,7 @@ def with_heads(weights: Weights) -> Weights:
     if not has_token_map(weights.draft):
         return weights
     ids, head = weights.draft[KEY]["ids"], head_weight(weights.target)
-    rows = Turned(head.array[ids]) if isinstance(head, Turned) else head[ids]
+    rows = dataclasses.replace(head, array=head.array[ids]) if isinstance(head, Turned) else head[ids]
     return weights._replace(draft={**weights.draft, KEY: {"ids": ids, "head": rows}})
 
 

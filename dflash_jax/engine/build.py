@@ -29,7 +29,7 @@ from dflash_jax.sharding import sharding, tensor_mesh
 from dflash_jax.state import EDIT_BYTES, DecodeState, init_state
 from dflash_jax.steps import StepConfig, Steps
 from dflash_jax.weights import TargetCheckpoint, load_target, open_target
-from dflash_jax.weights.turned import lay_out
+from dflash_jax.weights.turned import lay_out, served_by
 
 log = logging.getLogger("dflash_jax")
 
@@ -83,14 +83,14 @@ def make_runner(loaded: Loaded, settings: EngineSettings, kernels: Kernels | Non
     )  # fmt: skip
     state = make_state(loaded, sizes)
     steps = Steps(config, rounds_in_place(loaded), layout_of(state, loaded.mesh))
-    runner = DeviceRunner(steps, loaded.weights, state, sizes)
+    runner = DeviceRunner(steps, served_by(loaded.weights, kernels), state, sizes)
     log.info("%s; %d pages of %d tokens", runner.memory, sizes.num_pages - 1, sizes.page_size)
     return runner
 
 
 def rounds_in_place(loaded: Loaded) -> bool:
     """Only there are rounds CUDA graphs; elsewhere a result need not be read before the next but one is launched."""
-    return loaded.platform == "gpu" and loaded.mesh.size == 1
+    return loaded.platform == "gpu"
 
 
 def make_state(loaded: Loaded, sizes: RunnerSizes) -> DecodeState:

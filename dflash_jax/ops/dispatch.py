@@ -17,12 +17,12 @@ from jax import Array
 from jax.sharding import Mesh, PartitionSpec
 
 from dflash_jax.errors import UserError
-from dflash_jax.ops import reference
+from dflash_jax.ops import native, reference
 from dflash_jax.ops.kernel_packages import EXTRAS, kernel_module, kernel_names, load_kernel, load_kernel_package
 from dflash_jax.ops.reference.accept import Accepted
 from dflash_jax.ops.reference.numerics import Turned, dot
 
-CHOICES = ("auto", "xla", "pallas", "triton")
+CHOICES = ("auto", "xla", "pallas", "triton", "native")
 
 # The meaning of each op, in plain XLA.  A backend has kernels for some of them; the others are XLA's there, too.
 REFERENCE: dict[str, Callable[..., Any]] = {
@@ -75,6 +75,7 @@ COMPOSED: dict[str, Callable[..., Any]] = {
 }
 OPS = (*REFERENCE, *COMPOSED)
 PLATFORMS = {"triton": "gpu", "pallas": "tpu"}  # where a backend's kernels run
+NATIVE = "native"  # no kernels of ops: `weights.turned.served_by` says who multiplies by a weight
 INTERPRETED = {"pallas": "cpu"}  # where they are interpreted instead, if asked for: to test them, not to serve
 
 STATIC = "static"
@@ -125,7 +126,7 @@ class Kernels:
     @property
     def own_ops(self) -> tuple[str, ...]:
         """The ops that this backend's kernels compute; the others are XLA's."""
-        names = () if self.backend == "xla" else kernel_names(self.backend)
+        names = () if self.backend in ("xla", NATIVE) else kernel_names(self.backend)
         split = self.mesh is not None and self.mesh.size > 1
         left = (*self.spared, *UNSPLIT) if split else self.spared
         return tuple(op for op in OPS if op in names and op not in left)
@@ -211,7 +212,7 @@ XLA = Kernels()
 
 
 def backends(platform: str) -> tuple[str, ...]:
-    """What can be used on `platform` (`cpu`, `gpu` or `tpu`) with the packages that are installed."""
+    """Who has kernels of ops for `platform` (`cpu`, `gpu` or `tpu`), with the packages that are installed."""
     return ("xla", *(name for name in PLATFORMS if missing(name, platform) is None))
 
 
@@ -222,6 +223,8 @@ def interpreted(platform: str) -> tuple[str, ...]:
 
 def missing(backend: str, platform: str) -> str | None:
     """Why `backend` cannot be used on `platform`, other than interpreted; None if it can."""
+    if backend == NATIVE:
+        return native.refusal() if platform == "cpu" else f"they run on cpu, and the platform is {platform}"
     if not kernel_names(backend):
         return "there are none in this version yet"
     if platform != PLATFORMS[backend]:
@@ -243,8 +246,13 @@ def select(choice: str, platform: str, mesh: Mesh | None = None) -> Kernels:
 
     UserError for one that cannot be had.
     """
+    split = mesh if mesh is not None and mesh.size > 1 else None
     chosen, why = _selected(choice, platform)
-    chosen = dataclasses.replace(chosen, mesh=mesh if mesh is not None and mesh.size > 1 else None)
+    if split is not None and chosen.backend == NATIVE:
+        if choice != "auto":
+            raise UserError(f"kernels {choice!r} cannot be used: they serve one device, and {split.size} are asked for")
+        chosen, why = Kernels("xla"), f" on {platform} (auto)"
+    chosen = dataclasses.replace(chosen, mesh=split)
     return dataclasses.replace(chosen, reason=f"kernels: {_described(chosen)}{why}")
 
 
@@ -258,8 +266,13 @@ def _selected(choice: str, platform: str) -> tuple[Kernels, str]:
         slow = f"asked for; interpreted on {platform}, which is slow and meant for tests"
         return Kernels(choice, interpret=True), f" ({slow})"
     if choice != "xla" and (reason := missing(choice, platform)):
-        raise UserError(f"kernels {choice!r} cannot be used: {reason} (available: {', '.join(backends(platform))})")
+        raise UserError(f"kernels {choice!r} cannot be used: {reason} (available: {', '.join(usable(platform))})")
     return Kernels(choice), " (asked for)"
+
+
+def usable(platform: str) -> tuple[str, ...]:
+    """Those, and who multiplies by weights there."""
+    return (*backends(platform), *([NATIVE] if missing(NATIVE, platform) is None else []))
 
 
 def _automatic(platform: str) -> tuple[Kernels, str]:
@@ -271,11 +284,16 @@ def _automatic(platform: str) -> tuple[Kernels, str]:
             spared = NO_FASTER.get(backend, ())
             left = f"; no faster: its {', '.join(spared)}" if spared else ""
             return Kernels(backend, spared=spared), f" (auto{left})"
+    if platform == "cpu":
+        reason = missing(NATIVE, platform)
+        return (Kernels("xla"), f" on cpu (auto; not native: {reason})") if reason else (Kernels(NATIVE), " (auto)")
     return Kernels("xla"), f" on {platform} (auto)"
 
 
 def _described(kernels: Kernels) -> str:
     own = kernels.own_ops
+    if kernels.backend == NATIVE:
+        return f"{kernels.backend} for float32 products of up to {native.MOST_ROWS} rows, xla for all else"
     if not own:
         return kernels.backend
     launched = f" ({_about_launches('described')})" if kernels.backend == "triton" else ""

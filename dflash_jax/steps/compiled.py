@@ -99,6 +99,10 @@ class RoundInPlace:
         result = self._results_of(block, state, slots, needs)[0]
         return self._round.lower(block, weights, state, result, slots, needs=needs)
 
+    def cache_size(self) -> int:
+        """How many programs there are."""
+        return self._round.cache_size()
+
     def _results_of(self, block: int, state: DecodeState, slots: Array, needs: Needs) -> tuple[Array, Array]:
         """The last two results of this shape, or two that are placed as a step leaves its outputs."""
         key = len(slots), block, needs

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import math
 from typing import Any
 
@@ -9,7 +10,8 @@ import jax
 import jax.numpy as jnp
 from jax.sharding import Mesh
 
-from dflash_jax.ops import Turned
+from dflash_jax.ops import Kernels, Turned
+from dflash_jax.ops.dispatch import NATIVE
 from dflash_jax.params import Params
 
 # Axes that a product sums over, of the weights that the steps multiply a few rows by.
@@ -20,6 +22,15 @@ def lay_out(params: Params, mesh: Mesh, dtype: Any) -> Params:
     """`params` as `mesh` multiplies by them fastest: turned for float32 on one CPU, which alone was measured."""
     one_cpu = mesh.size == 1 and mesh.devices.flat[0].platform == "cpu"
     return turn(params) if one_cpu and dtype == jnp.float32 else params
+
+
+def served_by(tree: Any, kernels: Kernels) -> Any:
+    """The same weights; turned ones as the backend multiplies by them."""
+
+    def served(leaf: Any) -> Any:
+        return dataclasses.replace(leaf, native=kernels.backend == NATIVE) if isinstance(leaf, Turned) else leaf
+
+    return jax.tree.map(served, tree, is_leaf=lambda leaf: isinstance(leaf, Turned))
 
 
 def turn(params: Params) -> Params:

@@ -6,6 +6,9 @@ import asyncio
 import json
 import signal
 import socket
+import subprocess
+import sys
+import time
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -158,3 +161,20 @@ def test_ctrl_c_keeps_what_there_is(tmp_path, capsys, monkeypatch):
     first, second = read(tmp_path)["results"]
     assert [level["level"] for level in first["levels"]] == ["1", "4"] and second["levels"] == []
     assert "first" in capsys.readouterr().out
+
+
+def test_sigterm_keeps_what_there_is(tmp_path):
+    """As `timeout` and batch systems send it."""
+    with serving(Manner()) as (good, _), serving(Manner(fault="hang")) as (hangs, seen):
+        words = ["--no-engine", "--server", f"good={good}", "--server", f"hangs={hangs}", "--input-len", "9",
+                 "--output-len", "7", "--concurrency", "1", "--no-charts", "--output", str(tmp_path)]  # fmt: skip
+        command = [sys.executable, "-m", "dflash_jax.benchmark", *words]
+        run = subprocess.Popen(command, stderr=subprocess.PIPE, text=True)
+        end_s = time.monotonic() + 60
+        while not seen.bodies and time.monotonic() < end_s:
+            time.sleep(0.05)
+        run.terminate()
+        _, said = run.communicate(timeout=60)
+    assert run.returncode == 130 and "Traceback" not in said
+    first, second = read(tmp_path)["results"]
+    assert [level["level"] for level in first["levels"]] == ["1"] and second["levels"] == []

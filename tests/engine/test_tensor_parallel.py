@@ -95,6 +95,18 @@ def test_steps_leave_the_state_where_it_was_and_are_compiled_once(engines: tuple
     assert {x.sharding for x in split.runner._slot_arrays.values()} == {split.runner.state.page_table.sharding}
 
 
+@pytest.mark.slow
+def test_rounds_in_place(engines: tuple[str, Engine, Engine], monkeypatch: pytest.MonkeyPatch):
+    """As on GPUs."""
+    monkeypatch.setattr("dflash_jax.engine.build.rounds_in_place", lambda loaded: True)
+    name, _, one = engines
+    asked = [5, 6, 7], SamplingParams(max_new_tokens=30, ignore_eos=True)
+    split = engine_of(name, 2)
+    [mine], [theirs] = run(split, asked), run(one, asked)
+    assert mine.output_ids == theirs.output_ids and mine.accept_lengths == theirs.accept_lengths
+    assert split.runner.steps.decode_round.cache_size() == split.runner.steps.traces["decode_round"] == 1
+
+
 def test_pages_fill_what_each_device_has():
     """kv_cache_bytes are those of a device: two hold twice the pages."""
     settings = {"kv_cache_bytes": 100_000, "max_running_requests": 64, "max_model_len": 16}
