@@ -22,7 +22,7 @@ from dflash_jax.ops.kernel_packages import EXTRAS, kernel_module, kernel_names, 
 from dflash_jax.ops.reference.accept import Accepted
 from dflash_jax.ops.reference.numerics import Turned, dot
 
-CHOICES = ("auto", "xla", "pallas", "triton", "native")
+CHOICES = ("auto", "xla", "pallas", "triton", native.NAME)
 
 # The meaning of each op, in plain XLA.  A backend has kernels for some of them; the others are XLA's there, too.
 REFERENCE: dict[str, Callable[..., Any]] = {
@@ -75,7 +75,7 @@ COMPOSED: dict[str, Callable[..., Any]] = {
 }
 OPS = (*REFERENCE, *COMPOSED)
 PLATFORMS = {"triton": "gpu", "pallas": "tpu"}  # where a backend's kernels run
-NATIVE = "native"  # no kernels of ops: `weights.turned.served_by` says who multiplies by a weight
+NATIVE = native.NAME  # no kernels of ops: `weights.turned.served_by` says who multiplies by a weight
 INTERPRETED = {"pallas": "cpu"}  # where they are interpreted instead, if asked for: to test them, not to serve
 
 STATIC = "static"

@@ -10,8 +10,7 @@ import jax
 import jax.numpy as jnp
 from jax.sharding import Mesh
 
-from dflash_jax.ops import Kernels, Turned
-from dflash_jax.ops.dispatch import NATIVE
+from dflash_jax.ops import Kernels, Turned, native
 from dflash_jax.params import Params
 
 # Axes that a product sums over, of the weights that the steps multiply a few rows by.
@@ -28,7 +27,7 @@ def served_by(tree: Any, kernels: Kernels) -> Any:
     """The same weights; turned ones as the backend multiplies by them."""
 
     def served(leaf: Any) -> Any:
-        return dataclasses.replace(leaf, native=kernels.backend == NATIVE) if isinstance(leaf, Turned) else leaf
+        return dataclasses.replace(leaf, native=kernels.backend == native.NAME) if isinstance(leaf, Turned) else leaf
 
     return jax.tree.map(served, tree, is_leaf=lambda leaf: isinstance(leaf, Turned))
 

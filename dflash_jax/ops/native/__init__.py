@@ -14,6 +14,7 @@ from jax import Array
 
 from dflash_jax.ops.native.build import CannotBuild, built_library
 
+NAME = "native"  # of the backend
 TARGET = "dflash_jax_product"
 MOST_ROWS = 16  # of more, XLA's product is as fast (8 of SmolLM2's layers, 2 cores)
 

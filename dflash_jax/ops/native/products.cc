@@ -25,7 +25,7 @@ constexpr int kLanes = 16, kSums = 16;  // numbers of a register; how many of th
 constexpr int kLanes = 8, kSums = 8;
 #endif
 constexpr int kRows = 8;                     // of a tile, at most
-constexpr int64_t kBlock = 16;               // columns that stay in the first cache while all rows meet them
+constexpr int64_t kBlock = 64;               // columns that stay in the second cache while all rows meet them
 constexpr int64_t kPieceBytes = 128 * 1024;  // of the weight, that a thread takes at once
 constexpr int64_t kLineFloats = 16;          // of a cache line
 

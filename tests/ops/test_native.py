@@ -1,0 +1,172 @@
+"""The C++ product of a few rows: against float64, how it is made, and what is said where it cannot be."""
+
+from __future__ import annotations
+
+import subprocess
+from pathlib import Path
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from dflash_jax.errors import UserError
+from dflash_jax.ops import Kernels, Turned, dot, native, select
+from dflash_jax.ops.dispatch import backends, usable
+from dflash_jax.ops.native import build
+from dflash_jax.sharding import make_mesh
+from dflash_jax.weights.turned import served_by
+
+REASON = native.refusal() if jax.default_backend() == "cpu" else "for CPUs"
+here = pytest.mark.skipif(REASON is not None, reason=str(REASON))
+
+
+def drawn(*size: int) -> jax.Array:
+    return jnp.asarray(np.random.default_rng(sum(size)).normal(size=size), jnp.float32)
+
+
+@here
+@pytest.mark.parametrize("rows", [*range(1, 18), 33])
+@pytest.mark.parametrize(("k", "n"), [(64, 128), (97, 61), (7, 5), (16, 1), (576, 1000), (40000, 3)])
+def test_products_are_float64s(rows: int, k: int, n: int):
+    y, w = drawn(rows, k), drawn(n, k)
+    expected = np.asarray(y, np.float64) @ np.asarray(w, np.float64).T
+    found = jax.jit(native.product)(y, w)
+    np.testing.assert_allclose(found, expected, rtol=1e-5, atol=1e-5 * np.abs(expected).max())
+
+
+@here
+def test_many_at_once_and_one_after_another():
+    """Threads that come late to a product find nothing left of it, and harm no other."""
+    y, ws = drawn(8, 256), [drawn(300 + i, 256) for i in range(40)]
+
+    @jax.jit
+    def run(y: jax.Array, ws: list[jax.Array]) -> list[jax.Array]:
+        side_by_side = [native.product(y, w) for w in ws]
+        last = y
+        for w in ws:
+            last = native.product(last, w[:256]) / 16
+        return [*side_by_side, last]
+
+    for _ in range(20):
+        *found, last = run(y, ws)
+        for one, w in zip(found, ws, strict=True):
+            np.testing.assert_allclose(one, np.asarray(y) @ np.asarray(w).T, rtol=1e-4, atol=1e-3)
+    assert np.isfinite(np.asarray(last)).all()
+
+
+@here
+def test_what_is_not_a_number_stays_in_its_row_and_column():
+    y, w = np.array(drawn(5, 40)), np.array(drawn(30, 40))
+    y[2, 39] = np.nan
+    w[7, 0] = np.inf
+    found = np.asarray(native.product(jnp.asarray(y), jnp.asarray(w)))
+    assert np.isnan(found[2]).all() and np.isinf(np.delete(found[:, 7], 2)).all()
+    assert np.isfinite(np.delete(np.delete(found, 2, 0), 7, 1)).all()
+
+
+@here
+@pytest.mark.parametrize("rows", [1, native.MOST_ROWS, native.MOST_ROWS + 1])
+def test_few_rows_are_its_own_and_more_are_xlas(rows: int):
+    y, w = drawn(1, rows, 24), Turned(drawn(3, 5, 24))
+    mine = served_by({"w": w, "norm": y}, Kernels(native.NAME))["w"]
+    assert served_by(mine, Kernels()) == w
+    text = jax.jit(dot).lower(y, mine).as_text()
+    assert (native.TARGET in text) == (rows <= native.MOST_ROWS)
+    np.testing.assert_allclose(dot(y, mine), dot(y, w), rtol=1e-5, atol=1e-5)
+    logits = dot(y.astype(jnp.bfloat16), served_by(Turned(w.array.astype(jnp.bfloat16)), Kernels(native.NAME)))
+    assert logits.dtype == jnp.bfloat16  # XLA's: it is for float32
+
+
+# -- who is chosen -----------------------------------------------------------------------------------------------------
+
+
+@here
+def test_auto_is_native_on_cpu():
+    chosen = select("auto", "cpu")
+    assert chosen == Kernels(native.NAME) and chosen.own_ops == () and usable("cpu")[-1] == native.NAME
+    assert chosen.reason == "kernels: native for float32 products of up to 16 rows, xla for all else (auto)"
+    assert native.NAME not in backends("cpu")  # it has no kernels of ops
+
+
+def test_it_is_for_one_cpu():
+    with pytest.raises(UserError, match="'native' cannot be used: they run on cpu, and the platform is gpu"):
+        select("native", "gpu")
+
+
+@here
+def test_several_devices_are_xlas():
+    if jax.device_count() < 2:
+        pytest.skip("needs two devices")
+    mesh = make_mesh(jax.devices()[:2])
+    assert select("auto", "cpu", mesh).backend == "xla"
+    with pytest.raises(UserError, match="'native' cannot be used: they serve one device, and 2 are asked for"):
+        select("native", "cpu", mesh)
+
+
+def test_without_a_compiler_it_is_xla_and_says_so(monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.setattr(native, "refusal", lambda: "no C++ compiler")
+    chosen = select("auto", "cpu")
+    assert chosen == Kernels("xla") and chosen.reason == "kernels: xla on cpu (auto; not native: no C++ compiler)"
+    with pytest.raises(UserError, match=r"'native' cannot be used: no C\+\+ compiler \(available: xla\)"):
+        select("native", "cpu")
+
+
+# -- how it is made ----------------------------------------------------------------------------------------------------
+
+
+@pytest.fixture
+def cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    monkeypatch.setenv("DFLASH_JAX_CACHE", str(tmp_path))
+    return tmp_path / "native"
+
+
+@pytest.mark.parametrize(
+    ("command", "message"),
+    [("false", "false failed: without a word"), ("no-such-compiler -x", "there is no no-such-compiler"),
+     ("sh -c 'echo fatal error: nothing works >&2; exit 1'", "sh failed: fatal error: nothing works")],
+)  # fmt: skip
+def test_what_the_compiler_says_is_told(cache: Path, monkeypatch: pytest.MonkeyPatch, command: str, message: str):
+    monkeypatch.setenv("CXX", command)
+    with pytest.raises(build.CannotBuild, match=message):
+        build.built_library()
+    assert not list(cache.iterdir())
+
+
+def test_no_compiler_at_all(monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.delenv("CXX", raising=False)
+    monkeypatch.setattr(build.shutil, "which", lambda name: None)
+    with pytest.raises(build.CannotBuild, match=r"no C\+\+ compiler \(c\+\+, g\+\+, clang\+\+, or what CXX names\)"):
+        build.built_library()
+
+
+def test_a_cache_that_cannot_be_written(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+    (tmp_path / "file").touch()
+    monkeypatch.setenv("DFLASH_JAX_CACHE", str(tmp_path / "file"))
+    monkeypatch.setenv("CXX", "c++")
+    with pytest.raises(build.CannotBuild, match="cannot be written"):
+        build.built_library()
+
+
+@here
+@pytest.mark.slow
+def test_it_is_made_once_for_a_processor(cache: Path, monkeypatch: pytest.MonkeyPatch):
+    first = build.built_library()
+    assert list(cache.iterdir()) == [first]
+    with monkeypatch.context() as patched:
+        patched.setattr(subprocess, "run", lambda *_, **__: pytest.fail("compiled again"))
+        assert build.built_library() == first
+    monkeypatch.setattr(build, "_features", lambda: "another processor")
+    assert build.built_library() != first
+
+
+@here
+def test_a_library_that_cannot_be_loaded(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+    broken = tmp_path / "broken.so"
+    broken.write_text("no library")
+    monkeypatch.setattr(native, "built_library", lambda: broken)
+    native.refusal.cache_clear()
+    try:
+        assert "cannot be loaded" in str(native.refusal())
+    finally:
+        native.refusal.cache_clear()
