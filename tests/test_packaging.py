@@ -77,7 +77,7 @@ def test_the_wheel_owns_one_top_level_name(wheel):
     for folder in ("triton_kernels", "pallas_kernels"):
         files = {path.relative_to(ROOT).as_posix() for path in (ROOT / folder).rglob("*.py")}
         assert files and {f"dflash_jax/kernels/{name}" for name in files} <= set(names)
-    assert "dflash_jax/ops/native/products.cc" in names
+    assert "dflash_jax/ops/native/few_rows.cc" in names
     assert {"LICENSE", "NOTICE"} <= {name.rsplit("/", 1)[-1] for name in names}
 
 

@@ -26,7 +26,7 @@ from dflash_jax.engine.build import Loaded, choose_dtype, on_mesh, rounds_in_pla
 from dflash_jax.errors import UserError
 from dflash_jax.llm import use_platform
 from dflash_jax.ops import Kernels, select
-from dflash_jax.ops.dispatch import usable
+from dflash_jax.ops.dispatch import backends
 from dflash_jax.state import init_state
 from dflash_jax.steps import StepConfig, Steps
 from dflash_jax.weights.turned import served_by
@@ -56,7 +56,7 @@ def report_round(argv: Sequence[str]) -> int:
     requests = numbers("--requests", args.requests, int)
     use_platform(args.platform)
     platform = jax.default_backend()
-    chosen = [select(name, platform) for name in split_names("--kernels", args.kernels or ",".join(usable(platform)))]
+    chosen = [select(name, platform) for name in split_names("--kernels", args.kernels or ",".join(backends(platform)))]
     dtype = choose_dtype(args.dtype, platform)
     rates = better(measure_rates(dtype), measure_rates(dtype))
     pair = random_pair(args.preset, args.dtype, True, args.block_size)

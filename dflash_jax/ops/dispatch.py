@@ -13,6 +13,7 @@ from collections.abc import Callable
 from typing import Any
 
 import jax
+import jax.numpy as jnp
 from jax import Array
 from jax.sharding import Mesh, PartitionSpec
 
@@ -74,8 +75,8 @@ COMPOSED: dict[str, Callable[..., Any]] = {
     "project_add_norm": _project_add_norm,
 }
 OPS = (*REFERENCE, *COMPOSED)
-PLATFORMS = {"triton": "gpu", "pallas": "tpu"}  # where a backend's kernels run
-NATIVE = native.NAME  # no kernels of ops: `weights.turned.served_by` says who multiplies by a weight
+PLATFORMS = {"triton": "gpu", "pallas": "tpu", native.NAME: "cpu"}  # where a backend's kernels run
+NATIVE = native.NAME
 INTERPRETED = {"pallas": "cpu"}  # where they are interpreted instead, if asked for: to test them, not to serve
 
 STATIC = "static"
@@ -126,14 +127,32 @@ class Kernels:
     @property
     def own_ops(self) -> tuple[str, ...]:
         """The ops that this backend's kernels compute; the others are XLA's."""
-        names = () if self.backend in ("xla", NATIVE) else kernel_names(self.backend)
+        names = _ops_of(self.backend)
         split = self.mesh is not None and self.mesh.size > 1
         left = (*self.spared, *UNSPLIT) if split else self.spared
         return tuple(op for op in OPS if op in names and op not in left)
 
 
+def _ops_of(backend: str) -> tuple[str, ...]:
+    if backend == "xla":
+        return ()
+    return native.OPS if backend == NATIVE else kernel_names(backend)
+
+
+def _native_kernel(op: str) -> Callable[..., Any]:
+    """The op in float32, which is what there is on a CPU; in other types as XLA has it."""
+    own, xla = getattr(native, op), REFERENCE[op]
+
+    def call(first: Array, *args: Any, **options: Any) -> Any:
+        return (own if first.dtype == jnp.float32 else xla)(first, *args, **options)
+
+    return call
+
+
 @functools.cache
 def _kernel(backend: str, op: str, interpret: bool, mesh: Mesh | None) -> Callable[..., Any]:
+    if backend == NATIVE:
+        return _native_kernel(op)
     kernel = getattr(load_kernel(backend, op), op)
     if op == "argmax_head":
         kernel = _of_plain_head(kernel)
@@ -212,7 +231,7 @@ XLA = Kernels()
 
 
 def backends(platform: str) -> tuple[str, ...]:
-    """Who has kernels of ops for `platform` (`cpu`, `gpu` or `tpu`), with the packages that are installed."""
+    """What can be used on `platform` (`cpu`, `gpu` or `tpu`) with what is installed."""
     return ("xla", *(name for name in PLATFORMS if missing(name, platform) is None))
 
 
@@ -223,12 +242,12 @@ def interpreted(platform: str) -> tuple[str, ...]:
 
 def missing(backend: str, platform: str) -> str | None:
     """Why `backend` cannot be used on `platform`, other than interpreted; None if it can."""
-    if backend == NATIVE:
-        return native.refusal() if platform == "cpu" else f"they run on cpu, and the platform is {platform}"
-    if not kernel_names(backend):
+    if not _ops_of(backend):
         return "there are none in this version yet"
     if platform != PLATFORMS[backend]:
         return f"they run on {PLATFORMS[backend]}, and the platform is {platform}"
+    if backend == NATIVE:
+        return native.refusal()
     package = _about_launches("missing") if backend == "triton" else None
     return f"the package {package!r} is missing: pip install 'dflash-jax[{EXTRAS[backend]}]'" if package else None
 
@@ -266,13 +285,8 @@ def _selected(choice: str, platform: str) -> tuple[Kernels, str]:
         slow = f"asked for; interpreted on {platform}, which is slow and meant for tests"
         return Kernels(choice, interpret=True), f" ({slow})"
     if choice != "xla" and (reason := missing(choice, platform)):
-        raise UserError(f"kernels {choice!r} cannot be used: {reason} (available: {', '.join(usable(platform))})")
+        raise UserError(f"kernels {choice!r} cannot be used: {reason} (available: {', '.join(backends(platform))})")
     return Kernels(choice), " (asked for)"
-
-
-def usable(platform: str) -> tuple[str, ...]:
-    """Those, and who multiplies by weights there."""
-    return (*backends(platform), *([NATIVE] if missing(NATIVE, platform) is None else []))
 
 
 def _automatic(platform: str) -> tuple[Kernels, str]:
@@ -284,17 +298,14 @@ def _automatic(platform: str) -> tuple[Kernels, str]:
             spared = NO_FASTER.get(backend, ())
             left = f"; no faster: its {', '.join(spared)}" if spared else ""
             return Kernels(backend, spared=spared), f" (auto{left})"
-    if platform == "cpu":
-        reason = missing(NATIVE, platform)
-        return (Kernels("xla"), f" on cpu (auto; not native: {reason})") if reason else (Kernels(NATIVE), " (auto)")
     return Kernels("xla"), f" on {platform} (auto)"
 
 
 def _described(kernels: Kernels) -> str:
     own = kernels.own_ops
-    if kernels.backend == NATIVE:
-        return f"{kernels.backend} for float32 products of up to {native.MOST_ROWS} rows, xla for all else"
     if not own:
         return kernels.backend
+    if kernels.backend == NATIVE:
+        return f"native for {', '.join(own)} and float32 products of up to {native.MOST_ROWS} rows, xla for all else"
     launched = f" ({_about_launches('described')})" if kernels.backend == "triton" else ""
     return f"{kernels.backend}{launched} for {', '.join(own)}, xla for the other ops"

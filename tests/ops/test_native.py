@@ -12,7 +12,7 @@ import pytest
 
 from dflash_jax.errors import UserError
 from dflash_jax.ops import Kernels, Turned, dot, native, select
-from dflash_jax.ops.dispatch import backends, usable
+from dflash_jax.ops.dispatch import backends
 from dflash_jax.ops.native import build
 from dflash_jax.sharding import make_mesh
 from dflash_jax.weights.turned import served_by
@@ -72,7 +72,7 @@ def test_few_rows_are_its_own_and_more_are_xlas(rows: int):
     mine = served_by({"w": w, "norm": y}, Kernels(native.NAME))["w"]
     assert served_by(mine, Kernels()) == w
     text = jax.jit(dot).lower(y, mine).as_text()
-    assert (native.TARGET in text) == (rows <= native.MOST_ROWS)
+    assert (native.PRODUCT in text) == (rows <= native.MOST_ROWS)
     np.testing.assert_allclose(dot(y, mine), dot(y, w), rtol=1e-5, atol=1e-5)
     logits = dot(y.astype(jnp.bfloat16), served_by(Turned(w.array.astype(jnp.bfloat16)), Kernels(native.NAME)))
     assert logits.dtype == jnp.bfloat16  # XLA's: it is for float32
@@ -84,9 +84,9 @@ def test_few_rows_are_its_own_and_more_are_xlas(rows: int):
 @here
 def test_auto_is_native_on_cpu():
     chosen = select("auto", "cpu")
-    assert chosen == Kernels(native.NAME) and chosen.own_ops == () and usable("cpu")[-1] == native.NAME
-    assert chosen.reason == "kernels: native for float32 products of up to 16 rows, xla for all else (auto)"
-    assert native.NAME not in backends("cpu")  # it has no kernels of ops
+    assert chosen == Kernels(native.NAME) and backends("cpu") == ("xla", native.NAME)
+    said = "native for block_attention and float32 products of up to 16 rows, xla for all else"
+    assert chosen.reason == f"kernels: {said} (auto)"
 
 
 def test_it_is_for_one_cpu():
@@ -107,7 +107,7 @@ def test_several_devices_are_xlas():
 def test_without_a_compiler_it_is_xla_and_says_so(monkeypatch: pytest.MonkeyPatch):
     monkeypatch.setattr(native, "refusal", lambda: "no C++ compiler")
     chosen = select("auto", "cpu")
-    assert chosen == Kernels("xla") and chosen.reason == "kernels: xla on cpu (auto; not native: no C++ compiler)"
+    assert chosen == Kernels("xla") and chosen.reason == "kernels: xla (auto; not native: no C++ compiler)"
     with pytest.raises(UserError, match=r"'native' cannot be used: no C\+\+ compiler \(available: xla\)"):
         select("native", "cpu")
 

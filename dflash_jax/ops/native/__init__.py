@@ -1,6 +1,7 @@
-"""The product of a few rows for CPUs: C++ that the machine's own compiler makes once, called by XLA.
+"""Kernels of a few rows for CPUs: C++ that the machine's own compiler makes once, called by XLA.
 
-XLA's matrix products pack a weight before they multiply by it, which for a few rows takes longer than the product.
+XLA's matrix products pack a weight before they multiply by it, which for a few rows takes longer than the product; of
+attention over pages it makes many small programs.
 """
 
 from __future__ import annotations
@@ -10,29 +11,40 @@ import functools
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 from jax import Array
 
 from dflash_jax.ops.native.build import CannotBuild, built_library
 
 NAME = "native"  # of the backend
-TARGET = "dflash_jax_product"
+TARGETS = PRODUCT, ATTENTION = "dflash_jax_product", "dflash_jax_attention"
+OPS = ("block_attention",)  # that it has a kernel for; the product is `dot`'s, by weight
 MOST_ROWS = 16  # of more, XLA's product is as fast (8 of SmolLM2's layers, 2 cores)
 
 
 @functools.cache
 def refusal() -> str | None:
-    """Why there is no such product here; None: there is, from now on.  Compiles it, the first time on a machine."""
+    """Why there are none here; None: there are, from now on.  Compiles them, the first time on a machine."""
     try:
         library = ctypes.CDLL(str(built_library()))
     except CannotBuild as error:
         return str(error)
     except OSError as error:
         return f"what the compiler made cannot be loaded: {error}"
-    jax.ffi.register_ffi_target(TARGET, jax.ffi.pycapsule(getattr(library, TARGET)), platform="cpu")
+    for name in TARGETS:
+        jax.ffi.register_ffi_target(name, jax.ffi.pycapsule(getattr(library, name)), platform="cpu")
     return None
 
 
 def product(y: Array, w: Array) -> Array:
     """float32 [M, N] = y [M, K] · w [N, K]ᵀ, both float32, where `refusal` has said None."""
     shape = jax.ShapeDtypeStruct((y.shape[0], w.shape[0]), jnp.float32)
-    return jax.ffi.ffi_call(TARGET, shape)(y, w)
+    return jax.ffi.ffi_call(PRODUCT, shape)(y, w)
+
+
+def block_attention(
+    q: Array, kv: Array, pool: Array, page_table: Array, lengths: Array, *, causal: bool, window: int | None = None
+) -> Array:
+    """As the reference op, all float32."""
+    call = jax.ffi.ffi_call(ATTENTION, jax.ShapeDtypeStruct(q.shape, jnp.float32))
+    return call(q, kv, pool, page_table, lengths, causal=bool(causal), window=np.int64(window or 0))

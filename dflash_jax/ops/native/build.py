@@ -1,4 +1,4 @@
-"""Compiles `products.cc` with the machine's C++ compiler, and keeps the result in the user's cache."""
+"""Compiles `few_rows.cc` with the machine's C++ compiler, and keeps the result in the user's cache."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ import jaxlib
 from dflash_jax.places import cache_folder
 
 log = logging.getLogger("dflash_jax")
-SOURCE = Path(__file__).with_name("products.cc")
+SOURCE = Path(__file__).with_name("few_rows.cc")
 COMPILERS = ("c++", "g++", "clang++")
 OPTIONS = ("-O3", "-march=native", "-std=c++17", "-shared", "-fPIC")
 CPU_FACTS = Path("/proc/cpuinfo")
@@ -34,7 +34,7 @@ def built_library() -> Path:
     compiler = find_compiler()
     library = cache_folder() / "native" / f"{_fingerprint(compiler)}.so"
     if not library.is_file():
-        log.info("compiling products for this processor, once (%s)", " ".join(compiler))
+        log.info("compiling the native kernels for this processor, once (%s)", " ".join(compiler))
         try:
             library.parent.mkdir(parents=True, exist_ok=True)
             _compile(compiler, library)

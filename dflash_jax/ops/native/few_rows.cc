@@ -1,0 +1,292 @@
+// What takes a CPU long with a few rows: their product with a weight, and their attention over pages.  All float32.
+//
+// The product, out [M, N] = y [M, K] · w [N, K]ᵀ of a weight that lies output first, takes as long as the weight's way
+// from memory: a tile's columns are asked for (prefetched) while those before it are multiplied, and each is used for all
+// rows while it is there.  Nothing is packed, as general matrix products do first.
+//
+// Attention means what `ops/reference/attention.py` says.  XLA makes a dozen programs a layer of it, some microseconds
+// each; here threads take eight queries of one key/value head at a time.
+
+#if defined(__AVX2__)
+#include <immintrin.h>
+#endif
+
+#include <algorithm>
+#include <atomic>
+#include <cmath>
+#include <cstdint>
+#include <cstring>
+#include <functional>
+#include <limits>
+#include <memory>
+#include <thread>
+#include <utility>
+#include <vector>
+
+#include "xla/ffi/api/ffi.h"
+
+namespace ffi = xla::ffi;
+
+namespace {
+
+#if defined(__AVX512F__)
+constexpr int kLanes = 16, kSums = 16;  // numbers of a register; how many of them hold sums
+#else
+constexpr int kLanes = 8, kSums = 8;
+#endif
+constexpr int kRows = 8;                     // of a tile, at most
+constexpr int64_t kBlock = 64;               // columns that stay in the second cache while all rows meet them
+constexpr int64_t kPieceBytes = 128 * 1024;  // of a weight, that a thread takes at once
+constexpr int64_t kLineFloats = 16;          // of a cache line
+
+typedef float Vector __attribute__((vector_size(kLanes * sizeof(float))));
+typedef float Anywhere __attribute__((vector_size(kLanes * sizeof(float)), aligned(alignof(float)), may_alias));
+
+inline Vector Load(const float* at) { return *reinterpret_cast<const Anywhere*>(at); }
+
+inline float Sum(Vector v) {
+#if defined(__AVX512F__)
+  return _mm512_reduce_add_ps((__m512)v);
+#elif defined(__AVX2__)
+  __m128 s = _mm_add_ps(_mm256_castps256_ps128((__m256)v), _mm256_extractf128_ps((__m256)v, 1));
+  s = _mm_add_ps(s, _mm_movehl_ps(s, s));
+  return _mm_cvtss_f32(_mm_add_ss(s, _mm_movehdup_ps(s)));
+#else
+  float total = 0;
+  for (int i = 0; i < kLanes; ++i) total += v[i];
+  return total;
+#endif
+}
+
+// R rows with C columns of w; `after`: the columns that come next.
+template <int R, int C>
+inline void Tile(const float* y, const float* w, const float* after, float* out, int64_t k, int64_t n) {
+  Vector sums[C][R];
+  for (int c = 0; c < C; ++c)
+    for (int r = 0; r < R; ++r) sums[c][r] = Vector{};
+  int64_t at = 0;
+  for (; at + kLanes <= k; at += kLanes) {
+    Vector ws[C];
+    for (int c = 0; c < C; ++c) {
+      ws[c] = Load(w + c * k + at);
+      if (at % kLineFloats == 0) __builtin_prefetch(after + c * k + at);
+    }
+    for (int r = 0; r < R; ++r) {
+      Vector ys = Load(y + r * k + at);
+      for (int c = 0; c < C; ++c) sums[c][r] += ws[c] * ys;
+    }
+  }
+  for (int c = 0; c < C; ++c)
+    for (int r = 0; r < R; ++r) {
+      float total = Sum(sums[c][r]);
+      for (int64_t i = at; i < k; ++i) total += w[c * k + i] * y[r * k + i];
+      out[r * n + c] = total;
+    }
+}
+
+// R rows with columns begin … end.
+template <int R>
+void Columns(const float* y, const float* w, float* out, int64_t k, int64_t n, int64_t begin, int64_t end) {
+  constexpr int C = std::max(1, std::min(4, kSums / R));
+  int64_t c = begin;
+  for (; c + C <= end; c += C) Tile<R, C>(y, w + c * k, w + (c + C) * k, out + c, k, n);
+  for (; c < end; ++c) Tile<R, 1>(y, w + c * k, w + c * k, out + c, k, n);
+}
+
+using Part = void (*)(const float*, const float*, float*, int64_t, int64_t, int64_t, int64_t);
+constexpr Part kParts[] = {nullptr,    Columns<1>, Columns<2>, Columns<3>, Columns<4>,
+                           Columns<5>, Columns<6>, Columns<7>, Columns<8>};
+
+// Pieces of work, which threads take until there are none.  It lives until the last thread has looked.
+struct Work {
+  std::function<void(int64_t)> run;
+  int64_t pieces;
+  std::atomic<int64_t> next{0}, done{0};
+
+  void Take() {
+    for (int64_t piece; (piece = next.fetch_add(1)) < pieces;) {
+      run(piece);
+      done.fetch_add(1, std::memory_order_release);
+    }
+  }
+};
+
+void Share(ffi::ThreadPool& pool, int64_t pieces, std::function<void(int64_t)> run) {
+  auto work = std::make_shared<Work>();
+  work->run = std::move(run), work->pieces = pieces;
+  const int64_t helpers = std::min(pool.num_threads(), pieces) - 1;
+  for (int64_t i = 0; i < helpers; ++i) pool.Schedule([work] { work->Take(); });
+  work->Take();  // alone, if all other threads are busy: nobody waits for a thread that has not begun
+  while (work->done.load(std::memory_order_acquire) < pieces) std::this_thread::yield();
+}
+
+ffi::Error Product(ffi::ThreadPool pool, ffi::Buffer<ffi::F32> y_in, ffi::Buffer<ffi::F32> w_in,
+                   ffi::ResultBuffer<ffi::F32> result) {
+  const float *y = y_in.typed_data(), *w = w_in.typed_data();
+  float* out = result->typed_data();
+  const int64_t rows = y_in.dimensions()[0], k = y_in.dimensions()[1], n = w_in.dimensions()[0];
+  const int64_t width = std::max(kBlock, kPieceBytes / int64_t{sizeof(float)} / k / kBlock * kBlock);
+  Share(pool, (n + width - 1) / width, [=](int64_t piece) {
+    const int64_t end = std::min(n, (piece + 1) * width);
+    for (int64_t c = piece * width; c < end; c += kBlock)
+      for (int64_t r = 0; r < rows; r += kRows)
+        kParts[std::min<int64_t>(kRows, rows - r)](y + r * k, w, out + r * n, k, n, c, std::min(end, c + kBlock));
+  });
+  return ffi::Error::Success();
+}
+
+// e^x for x ≤ 0, to a few units in the last place; compilers make vectors of it.
+inline float Exp(float x) {
+  const float in_twos = x * 1.44269504f;
+  const float kept = in_twos < -126.0f ? -126.0f : in_twos;  // not a number stays so
+  const float whole = kept - 0.5f + 12582912.0f - 12582912.0f;  // rounded, by what a float of that size can hold
+  const float part = (kept - whole) * 0.693147181f;
+  float power = 1.0f / 5040;
+  for (float over : {1.0f / 720, 1.0f / 120, 1.0f / 24, 1.0f / 6, 0.5f, 1.0f, 1.0f}) power = power * part + over;
+  const int32_t bits = (static_cast<int32_t>(whole) + 127) << 23;
+  float scale;
+  std::memcpy(&scale, &bits, sizeof scale);
+  return in_twos < -126.0f ? 0.0f : power * scale + (kept - kept);
+}
+
+struct Shape {
+  int64_t block, heads, dim, kv_heads, group, page, width, window;  // B, N, D, G, R, C, W; window 0: none
+  bool causal;
+};
+
+// The tokens that a tile of queries meets: committed ones from `begin` on, in pages, and then the block's own.
+struct Tokens {
+  const float* pool;
+  const int32_t* table;
+  const float* own;  // values [B, D] of the block
+  int64_t begin, length, block, page, page_floats;
+
+  const float* Page(int64_t t) const { return pool + int64_t{table[t / page]} * page_floats; }
+};
+
+// out [R, D] = weights [R, all tokens] · values, of which those of a page lie `values` floats after its begin.
+template <int R>
+void Mix(const Tokens& a, const float* weights, int64_t dim, int64_t values, float* out) {
+  const int64_t stride = a.length + a.block;
+  int64_t d = 0;
+  for (; d + kLanes <= dim; d += kLanes) {
+    Vector sums[R];
+    for (int r = 0; r < R; ++r) sums[r] = Vector{};
+    auto add = [&](int64_t t, const float* value) {
+      const Vector v = Load(value + d);
+      for (int r = 0; r < R; ++r) sums[r] += weights[r * stride + t] * v;
+    };
+    for (int64_t t = a.begin; t < a.length; t += a.page) {
+      const float* page = a.Page(t) + values;
+      for (int64_t i = 0; i < std::min(a.page, a.length - t); ++i) add(t + i, page + i * dim);
+    }
+    for (int64_t i = 0; i < a.block; ++i) add(a.length + i, a.own + i * dim);
+    for (int r = 0; r < R; ++r) std::memcpy(out + r * dim + d, &sums[r], sizeof(Vector));
+  }
+  for (; d < dim; ++d)
+    for (int r = 0; r < R; ++r) {
+      float sum = 0;
+      for (int64_t t = a.begin; t < a.length; ++t)
+        sum += weights[r * stride + t] * a.Page(t)[values + t % a.page * dim + d];
+      for (int64_t i = 0; i < a.block; ++i) sum += weights[r * stride + a.length + i] * a.own[i * dim + d];
+      out[r * dim + d] = sum;
+    }
+}
+
+using Mixing = void (*)(const Tokens&, const float*, int64_t, int64_t, float*);
+constexpr Mixing kMixings[] = {nullptr, Mix<1>, Mix<2>, Mix<3>, Mix<4>, Mix<5>, Mix<6>, Mix<7>, Mix<8>};
+
+// Scores begin … end become weights, and 0 outside of low … high; their sum.
+float Soften(float* scores, int64_t begin, int64_t from, int64_t length, int64_t low, int64_t high, int64_t end) {
+  std::fill(scores + begin, scores + from, 0.0f);
+  std::fill(scores + length, scores + low, 0.0f);
+  std::fill(scores + high, scores + end, 0.0f);
+  float best = -std::numeric_limits<float>::infinity(), total = 0;
+  for (auto [first, last] : {std::pair{from, length}, std::pair{low, high}})
+    for (int64_t t = first; t < last; ++t) best = scores[t] > best ? scores[t] : best;
+  for (auto [first, last] : {std::pair{from, length}, std::pair{low, high}}) {
+    for (int64_t t = first; t < last; ++t) scores[t] = Exp(scores[t] - best);
+    for (int64_t t = first; t < last; ++t) total += scores[t];
+  }
+  return total;
+}
+
+// Queries first … end of a request and its key/value head g: query m is row m / R of the block and head m % R of g's.
+void Attend(const Shape& a, const float* q, const float* kv, const float* pool, const int32_t* table, int64_t length,
+            int64_t g, int64_t first, int64_t end, float* out) {
+  const int64_t rows = end - first, all = length + a.block, head = a.page * a.dim;
+  static thread_local std::vector<float> queries, scores, keys, values, mixed;
+  queries.resize(rows * a.dim), scores.resize(rows * all), mixed.resize(rows * a.dim);
+  keys.resize(a.block * a.dim), values.resize(a.block * a.dim);
+  const float scale = 1.0f / std::sqrt(static_cast<float>(a.dim));
+  auto place = [&](int64_t m) { return (m / a.group * a.heads + g * a.group + m % a.group) * a.dim; };
+  for (int64_t r = 0; r < rows; ++r)
+    for (int64_t d = 0; d < a.dim; ++d) queries[r * a.dim + d] = q[place(first + r) + d] * scale;
+  for (int64_t j = 0; j < a.block; ++j) {
+    const float *key = kv + (j * 2 * a.kv_heads + g) * a.dim, *value = key + a.kv_heads * a.dim;
+    // What is not a number in a value counts through the key: it spoils all of the rows that see it, and no others.
+    const bool spoilt = std::any_of(value, value + a.dim, [](float x) { return x != x; });
+    for (int64_t d = 0; d < a.dim; ++d) {
+      keys[j * a.dim + d] = spoilt ? std::numeric_limits<float>::quiet_NaN() : key[d];
+      values[j * a.dim + d] = value[d] == value[d] ? value[d] : 0.0f;
+    }
+  }
+  const int64_t oldest = a.window ? std::max<int64_t>(0, length + first / a.group - a.window + 1) : 0;
+  const Tokens tokens{pool + g * head, table, values.data(), std::min(oldest / a.page * a.page, length), length,
+                      a.block, a.page, 2 * a.kv_heads * head};
+
+  for (int64_t t = tokens.begin; t < length; t += a.page)
+    kParts[rows](queries.data(), tokens.Page(t), scores.data() + t, a.dim, all, 0, std::min(a.page, length - t));
+  kParts[rows](queries.data(), keys.data(), scores.data() + length, a.dim, all, 0, a.block);
+
+  float totals[kRows];
+  for (int64_t r = 0; r < rows; ++r) {
+    const int64_t row = (first + r) / a.group;
+    const int64_t from = a.window ? std::clamp(length + row - a.window + 1, tokens.begin, length) : tokens.begin;
+    const int64_t low = a.window ? std::max<int64_t>(0, row - a.window + 1) : 0;
+    const int64_t high = a.causal ? row + 1 : a.window ? std::min(a.block, row + a.window) : a.block;
+    totals[r] = Soften(scores.data() + r * all, tokens.begin, from, length, length + low, length + high, all);
+  }
+  kMixings[rows](tokens, scores.data(), a.dim, a.kv_heads * head, mixed.data());
+  for (int64_t r = 0; r < rows; ++r)
+    for (int64_t d = 0; d < a.dim; ++d) out[place(first + r) + d] = mixed[r * a.dim + d] / totals[r];
+}
+
+ffi::Error Attention(ffi::ThreadPool threads, ffi::Buffer<ffi::F32> q_in, ffi::Buffer<ffi::F32> kv_in,
+                     ffi::Buffer<ffi::F32> pool_in, ffi::Buffer<ffi::S32> table_in, ffi::Buffer<ffi::S32> lengths_in,
+                     ffi::ResultBuffer<ffi::F32> result, bool causal, int64_t window) {
+  const auto sizes = q_in.dimensions(), paged = pool_in.dimensions();
+  const Shape a{sizes[1],          sizes[2], sizes[3], paged[2], sizes[2] / paged[2],
+                paged[3], table_in.dimensions()[1], window,   causal};
+  const float *q = q_in.typed_data(), *kv = kv_in.typed_data(), *pool = pool_in.typed_data();
+  const int32_t *table = table_in.typed_data(), *lengths = lengths_in.typed_data();
+  float* out = result->typed_data();
+  const int64_t queries = a.block * a.group, tiles = (queries + kRows - 1) / kRows;
+  Share(threads, sizes[0] * a.kv_heads * tiles, [=](int64_t piece) {
+    const int64_t s = piece / (a.kv_heads * tiles), g = piece / tiles % a.kv_heads, first = piece % tiles * kRows;
+    Attend(a, q + s * a.block * a.heads * a.dim, kv + s * a.block * 2 * a.kv_heads * a.dim, pool, table + s * a.width,
+           lengths[s], g, first, std::min(queries, first + kRows), out + s * a.block * a.heads * a.dim);
+  });
+  return ffi::Error::Success();
+}
+
+}  // namespace
+
+XLA_FFI_DEFINE_HANDLER_SYMBOL(dflash_jax_product, Product,
+                              ffi::Ffi::Bind()
+                                  .Ctx<ffi::ThreadPool>()
+                                  .Arg<ffi::Buffer<ffi::F32>>()
+                                  .Arg<ffi::Buffer<ffi::F32>>()
+                                  .Ret<ffi::Buffer<ffi::F32>>());
+
+XLA_FFI_DEFINE_HANDLER_SYMBOL(dflash_jax_attention, Attention,
+                              ffi::Ffi::Bind()
+                                  .Ctx<ffi::ThreadPool>()
+                                  .Arg<ffi::Buffer<ffi::F32>>()
+                                  .Arg<ffi::Buffer<ffi::F32>>()
+                                  .Arg<ffi::Buffer<ffi::F32>>()
+                                  .Arg<ffi::Buffer<ffi::S32>>()
+                                  .Arg<ffi::Buffer<ffi::S32>>()
+                                  .Ret<ffi::Buffer<ffi::F32>>()
+                                  .Attr<bool>("causal")
+                                  .Attr<int64_t>("window"));
