@@ -13,6 +13,7 @@ from llm.pairs import FOLDER, NAMES, Case, block_sizes, cases_of, read_cases  # 
 from .conftest import Cli, Result, run_process
 
 ALL_LENGTHS = ["qwen3-v2", "x-noncausal-window"]  # elsewhere the prompts that share one compiled prefill
+SOME = ("qwen3-v1", "llama-v2-window", "x-noncausal-window")  # the library decodes all of them in tests/llm
 
 
 def arguments(name: str) -> list[object]:
@@ -47,7 +48,7 @@ def cut(lengths: list[int], tokens: int) -> list[int]:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("name", NAMES)
+@pytest.mark.parametrize("name", [pytest.param(name, marks=() if name in SOME else pytest.mark.soak) for name in NAMES])
 def test_every_pair(cli: Cli, name: str, tmp_path: Path) -> None:
     cases = [case for case in cases_of(name, block_sizes(name)[0]) if name in ALL_LENGTHS or len(case.prompt_ids) <= 16]
     file = tmp_path / "prompts.jsonl"

@@ -20,7 +20,7 @@ def acceptance(outputs: list[RequestOutput]) -> float:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize(("pair", "least"), [("qwen3-v1", 1.15), ("qwen3-v2", 2.2)])
+@pytest.mark.parametrize(("pair", "least"), [pytest.param("qwen3-v1", 1.15, marks=pytest.mark.soak), ("qwen3-v2", 2.2)])
 def test_8_drafts_at_temperature_1_are_accepted_either_way(pair: str, least: float) -> None:
     """Drawn with the target's noise they are accepted about as often as the likeliest tokens, not half as often.
 

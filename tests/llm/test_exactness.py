@@ -131,8 +131,9 @@ def exam() -> Exam:
 @pytest.mark.slow
 @pytest.mark.parametrize(
     ("draft", "block", "batch", "overlap", "chunk"),
-    [("none", 1, 3, True, 16), ("dflash", 8, 4, True, 16), ("right", 5, 3, False, 512)],
-)
+    [pytest.param("none", 1, 3, True, 16, marks=pytest.mark.soak), ("dflash", 8, 4, True, 16),
+     pytest.param("right", 5, 3, False, 512, marks=pytest.mark.soak)],
+)  # fmt: skip
 def test_every_request_has_the_slow_reader_s_answer(
     exam: Exam, draft: str, block: int, batch: int, overlap: bool, chunk: int
 ) -> None:

@@ -62,7 +62,7 @@ def acceptance(requests: Sequence[Request]) -> float:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("pair", [V1, V2])
+@pytest.mark.parametrize("pair", [V1, pytest.param(V2, marks=pytest.mark.soak)])
 def test_values_are_plain_decoding_s(pair: str) -> None:
     """With the pair's draft and with prompt look-up."""
     plain = open_device(pair, "none")

@@ -7,7 +7,7 @@ from collections.abc import Iterator
 import jax
 import pytest
 
-from dflash_jax.ops import dispatch
+from dflash_jax.ops import dispatch, native
 from dflash_jax.ops.dispatch import Kernels, backends, interpreted, select
 from ops.triton_host import HAVE_TRITON, interpreting
 
@@ -19,12 +19,14 @@ HOSTED_IN = (
     "test_accept", "test_block", "test_head", "test_attention", "test_projected", "test_top_tokens", "test_norm",
     "test_products",
 )  # fmt: skip
+NATIVE_IN = ("test_attention", "test_projected")  # all other ops are XLA's there; its products: test_native
 
 
 def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:
     if "kernels" in metafunc.fixturenames:
         hosted = HAVE_TRITON and "triton" not in BACKENDS and metafunc.definition.path.stem in HOSTED_IN
-        metafunc.parametrize("kernels", [*BACKENDS, *([HOSTED] if hosted else [])], indirect=True)
+        known = [name for name in BACKENDS if name != native.NAME or metafunc.definition.path.stem in NATIVE_IN]
+        metafunc.parametrize("kernels", [*known, *([HOSTED] if hosted else [])], indirect=True)
 
 
 @pytest.fixture

@@ -13,7 +13,6 @@ import tempfile
 from pathlib import Path
 
 import jax
-import jaxlib
 
 from dflash_jax.places import cache_folder
 
@@ -72,7 +71,7 @@ def _compile(compiler: list[str], library: Path) -> None:
 
 def _fingerprint(compiler: list[str]) -> str:
     """Of all that the library depends on.  A home may be shared by machines of different processors."""
-    facts = (SOURCE.read_text(encoding="utf-8"), compiler, OPTIONS, jaxlib.__version__, platform.machine(), _features())
+    facts = (SOURCE.read_text(encoding="utf-8"), compiler, OPTIONS, jax.__version__, platform.machine(), _features())
     return hashlib.sha256(repr(facts).encode()).hexdigest()[:32]
 
 
