@@ -107,7 +107,8 @@ def neighbours(cut: Any, load: Any) -> Iterator[Any]:
             yield other
     yield cut._replace(programs=cut.programs // 2)
     small = cut._replace(tokens=steps[-1][0], stages=steps[-1][1])  # of which three may share a multiprocessor
-    yield small._replace(programs=3 * cut.programs // 2, ahead=AHEAD)
+    for programs in (cut.programs // 2, 3 * cut.programs // 2):
+        yield small._replace(programs=programs, ahead=AHEAD)
     yield cut._replace(tokens=2 * cut.tokens, warps=8)
     yield cut._replace(warps=8, ahead=AHEAD)
     yield small._replace(ahead=4 * AHEAD)

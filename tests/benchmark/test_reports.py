@@ -106,7 +106,7 @@ def test_a_window_reads_no_more_than_the_window():
 def test_kernels_report(tmp_path, capsys):
     shapes, path = (TINY[0], TINY[-1]), tmp_path / "k.json"
     words = [word for shape in shapes for word in ("--shape", shape.name)]
-    assert main(["kernels", *words, "--dtype", "float32", "--output", str(path)]) == 0
+    assert main(["kernels", *words, "--kernels", "xla", "--dtype", "float32", "--output", str(path)]) == 0
     out = capsys.readouterr().out
     assert "block_attention" in out
     document = json.loads(path.read_text())
@@ -134,7 +134,8 @@ def test_round_report(tmp_path, capsys, monkeypatch):
     shape = {name: json.loads((pair / name / "config.json").read_text()) for name in ("target", "draft")}
     monkeypatch.setattr("dflash_jax.benchmark.synthetic.load_preset", lambda name: shape)
     path = tmp_path / "r.json"
-    words = ["round", "--preset", "tiny", "--requests", "2", "--context", "33", "--dtype", "float32"]
+    words = ["round", "--preset", "tiny", "--requests", "2", "--context", "33", "--dtype", "float32",
+             "--kernels", "xla"]  # fmt: skip
     assert main([*words, "--output", str(path)]) == 0
     assert "33 tokens committed" in capsys.readouterr().out
     plain, drafted = json.loads(path.read_text())["results"]

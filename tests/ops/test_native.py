@@ -11,7 +11,7 @@ import numpy as np
 import pytest
 
 from dflash_jax.errors import UserError
-from dflash_jax.ops import Kernels, Turned, dot, native, select
+from dflash_jax.ops import Kernels, Turned, dot, native, reference, select
 from dflash_jax.ops.dispatch import backends
 from dflash_jax.ops.native import build
 from dflash_jax.sharding import make_mesh
@@ -170,3 +170,16 @@ def test_a_library_that_cannot_be_loaded(tmp_path: Path, monkeypatch: pytest.Mon
         assert "cannot be loaded" in str(native.refusal())
     finally:
         native.refusal.cache_clear()
+
+
+@here
+def test_lengths_and_tables_beyond_what_there_is_read_nothing_else():
+    """Slots that nobody reads may hold anything: no crash, and their neighbours are as they were."""
+    q, kv, pool = drawn(3, 4, 6, 16), drawn(3, 4, 2, 2, 16), drawn(9, 2, 2, 8, 16)
+    table = np.array([[1, 2], [3, 4], [10**9, -(10**9)]], np.int32)
+    good = jnp.asarray([11, 16, 5], jnp.int32)
+    expected = reference.paged_attention(q, kv, pool, jnp.asarray(table), good, causal=True)
+    for wild in (10**9, -5, 17):
+        lengths = good.at[2].set(wild)
+        found = native.block_attention(q, kv, pool, jnp.asarray(table), lengths, causal=True)
+        np.testing.assert_allclose(found[:2], expected[:2], rtol=1e-5, atol=1e-5)

@@ -150,7 +150,7 @@ inline float Exp(float x) {
 }
 
 struct Shape {
-  int64_t block, heads, dim, kv_heads, group, page, width, window;  // B, N, D, G, R, C, W; window 0: none
+  int64_t block, heads, dim, kv_heads, group, page, pages, width, window;  // B, N, D, G, R, C, P, W; window 0: none
   bool causal;
 };
 
@@ -159,9 +159,12 @@ struct Tokens {
   const float* pool;
   const int32_t* table;
   const float* own;  // values [B, D] of the block
-  int64_t begin, length, block, page, page_floats;
+  int64_t begin, length, block, page, page_floats, pages;
 
-  const float* Page(int64_t t) const { return pool + int64_t{table[t / page]} * page_floats; }
+  // Of a table entry that is none (a slot that nobody reads) some page, as XLA's gather has it.
+  const float* Page(int64_t t) const {
+    return pool + std::clamp<int64_t>(table[t / page], 0, pages - 1) * page_floats;
+  }
 };
 
 // out [R, D] = weights [R, all tokens] · values, of which those of a page lie `values` floats after its begin.
@@ -233,7 +236,7 @@ void Attend(const Shape& a, const float* q, const float* kv, const float* pool, 
   }
   const int64_t oldest = a.window ? std::max<int64_t>(0, length + first / a.group - a.window + 1) : 0;
   const Tokens tokens{pool + g * head, table, values.data(), std::min(oldest / a.page * a.page, length), length,
-                      a.block, a.page, 2 * a.kv_heads * head};
+                      a.block, a.page, 2 * a.kv_heads * head, a.pages};
 
   for (int64_t t = tokens.begin; t < length; t += a.page)
     kParts[rows](queries.data(), tokens.Page(t), scores.data() + t, a.dim, all, 0, std::min(a.page, length - t));
@@ -257,7 +260,7 @@ ffi::Error Attention(ffi::ThreadPool threads, ffi::Buffer<ffi::F32> q_in, ffi::B
                      ffi::ResultBuffer<ffi::F32> result, bool causal, int64_t window) {
   const auto sizes = q_in.dimensions(), paged = pool_in.dimensions();
   const Shape a{sizes[1],          sizes[2], sizes[3], paged[2], sizes[2] / paged[2],
-                paged[3], table_in.dimensions()[1], window,   causal};
+                paged[3], paged[0], table_in.dimensions()[1], window,   causal};
   const float *q = q_in.typed_data(), *kv = kv_in.typed_data(), *pool = pool_in.typed_data();
   const int32_t *table = table_in.typed_data(), *lengths = lengths_in.typed_data();
   float* out = result->typed_data();
@@ -265,7 +268,7 @@ ffi::Error Attention(ffi::ThreadPool threads, ffi::Buffer<ffi::F32> q_in, ffi::B
   Share(threads, sizes[0] * a.kv_heads * tiles, [=](int64_t piece) {
     const int64_t s = piece / (a.kv_heads * tiles), g = piece / tiles % a.kv_heads, first = piece % tiles * kRows;
     Attend(a, q + s * a.block * a.heads * a.dim, kv + s * a.block * 2 * a.kv_heads * a.dim, pool, table + s * a.width,
-           lengths[s], g, first, std::min(queries, first + kRows), out + s * a.block * a.heads * a.dim);
+           std::clamp<int64_t>(lengths[s], 0, a.width * a.page), g, first, std::min(queries, first + kRows), out + s * a.block * a.heads * a.dim);
   });
   return ffi::Error::Success();
 }
