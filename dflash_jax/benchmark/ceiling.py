@@ -81,13 +81,13 @@ class ModelCost:
     """
 
     target_bytes: int
-    target_params: float
+    target_params: int
     target_kv_bytes: float
-    head_params: float
+    head_params: int
     draft_head_bytes: int = 0
-    draft_head_params: float = 0
+    draft_head_params: int = 0
     draft_bytes: int = 0
-    draft_params: float = 0
+    draft_params: int = 0
     draft_kv_bytes: float = 0.0
 
     def round(self, requests: int, context: float, rows: int) -> tuple[float, float]:
@@ -117,26 +117,26 @@ def engine_cost(engine: Engine) -> ModelCost:
 
 def loaded_cost(loaded: Loaded, page: int) -> ModelCost:
     """Of a pair with pages of `page` tokens: of several devices, the part of each."""
-    parts = loaded.mesh.size
     target, dtype = loaded.weights.target, loaded.dtype
     draft, (draft_head, few) = loaded.weights.draft, chosen_head(loaded.weights, likeliest=True)
     unread = 0 if loaded.config.tied else device_bytes(target["embed"])
     return ModelCost(
         target_bytes=device_bytes(target) - unread,
-        target_params=(_multiplied(target) - (0 if loaded.config.tied else target["embed"].size)) / parts,
-        target_kv_bytes=page_bytes(loaded.config, page, dtype) / page / parts,
-        head_params=head_weight(target).size / parts,
+        target_params=_multiplied(target) - unread // dtype.itemsize,
+        target_kv_bytes=page_bytes(loaded.config, page, dtype) / page / loaded.mesh.size,
+        head_params=device_bytes(head_weight(target)) // dtype.itemsize,
         draft_head_bytes=device_bytes(draft_head),
-        draft_head_params=draft_head.size / parts,
+        draft_head_params=device_bytes(draft_head) // dtype.itemsize,
         draft_bytes=device_bytes(draft) - (0 if few is None else device_bytes(draft_head)),
-        draft_params=(_multiplied(draft) - (0 if few is None else draft_head.size)) / parts,
-        draft_kv_bytes=loaded.drafter.page_bytes(page, dtype) / page / parts,
+        draft_params=_multiplied(draft) - (0 if few is None else device_bytes(draft_head) // dtype.itemsize),
+        draft_kv_bytes=device_bytes(loaded.drafter.init_cache(1, page, dtype, loaded.mesh)) / page,
     )
 
 
 def _multiplied(params: Params) -> int:
-    """Numbers in matrices; of one that stands in two places (a tied head) once."""
-    return sum({id(leaf): leaf.size for leaf in jax.tree.leaves(params) if leaf.ndim > 1}.values())
+    """Numbers in matrices on each device; of one that stands in two places (a tied head) once."""
+    matrices = [leaf for leaf in jax.tree.leaves(params) if leaf.ndim > 1]
+    return device_bytes(matrices) // matrices[0].dtype.itemsize if matrices else 0
 
 
 def level_ceiling(

@@ -54,7 +54,7 @@ def add_contenders(group: Any) -> None:
                        " repeated (default: with the demo model its own draft, or ngram while it has none; else"
                        " ngram)")  # fmt: skip
     group.add_argument("--kernels", metavar="K,K", default="auto", help="kernel backends, each measured (auto, xla,"
-                       " pallas, triton; default: auto)")  # fmt: skip
+                       " pallas, triton, native; default: auto)")  # fmt: skip
     group.add_argument("--no-plain", dest="plain", action="store_false", help="leave plain decoding out, and with it"
                        " speed-ups and the comparison of tokens")  # fmt: skip
     group.add_argument("--no-engine", dest="engine", action="store_false", help="measure only what is named below")

@@ -35,6 +35,7 @@ from dflash_jax.llm import use_platform
 from dflash_jax.ops import select
 from dflash_jax.ops.dispatch import CHOICES
 from dflash_jax.presets import load_preset
+from dflash_jax.sharding import tensor_mesh
 from dflash_jax.text import load_tokenizer
 from dflash_jax.weights import TargetCheckpoint, open_target
 
@@ -255,9 +256,9 @@ class Stage:
 
         args = self.setting.args
         use_platform(args.platform)
-        platform = jax.default_backend()
+        platform, mesh = jax.default_backend(), tensor_mesh(args.tensor_parallel_size or 1)
         for backend in options.split_names("--kernels", args.kernels):
-            select(backend, platform)  # a choice that cannot be had ends the run before it begins
+            select(backend, platform, mesh)  # a choice that cannot be had ends the run before it begins
         self.rates = better(self.rates, measure_rates(choose_dtype(args.dtype or "auto", platform)))
 
     def _look_at_differences(self) -> None:

@@ -8,6 +8,7 @@ Draft, verification and commit run as ever.
 from __future__ import annotations
 
 import dataclasses
+import functools
 from typing import Any
 
 import jax
@@ -115,8 +116,9 @@ def random_draft(config: DraftConfig | None, dtype: Any, mesh: Mesh) -> tuple[Dr
 
 def random_on(mesh: Mesh, specs: Any, seed: int, dtype: Any) -> Params:
     """Random parameters on their devices."""
-    params = random_params(specs, jax.random.key(seed), dtype)
-    return jax.device_put(params, spec_shardings(specs, mesh)) if mesh.size > 1 else params
+    make = functools.partial(random_params, specs, jax.random.key(seed), dtype)
+    # Divided at once, where one device might not hold them.
+    return jax.jit(make, out_shardings=spec_shardings(specs, mesh))() if mesh.size > 1 else make()
 
 
 def make_settings(preset: str, drafted: bool, options: dict[str, Any]) -> EngineSettings:

@@ -22,7 +22,7 @@ from dflash_jax.engine.runner import DeviceRunner, RunnerSizes
 from dflash_jax.engine.settings import CPU_KV_CACHE_BYTES, DEVICE_MEMORY_SHARE, EngineSettings
 from dflash_jax.engine.speculation import Speculation
 from dflash_jax.errors import UserError
-from dflash_jax.ops import Kernels, select
+from dflash_jax.ops import Kernels, native, select
 from dflash_jax.params import device_bytes
 from dflash_jax.places import cache_folder
 from dflash_jax.sharding import sharding, tensor_mesh
@@ -75,7 +75,7 @@ def choose_dtype(name: str, platform: str) -> Any:
 def make_runner(loaded: Loaded, settings: EngineSettings, kernels: Kernels | None = None) -> DeviceRunner:
     """Size the pools, make the state and prepare the compiled steps.  kernels: others than those of the settings."""
     sizes = plan_sizes(loaded, settings)
-    kernels = kernels or select(settings.kernels, loaded.platform, loaded.mesh)
+    kernels = kernels or choose_kernels(settings.kernels, loaded)
     log.info("%s", kernels.reason)
     config = StepConfig(
         loaded.config, loaded.drafter, sizes.page_size, kernels, settings.draft_sampling, settings.draft_temperature,
@@ -86,6 +86,16 @@ def make_runner(loaded: Loaded, settings: EngineSettings, kernels: Kernels | Non
     runner = DeviceRunner(steps, served_by(loaded.weights, kernels), state, sizes)
     log.info("%s; %d pages of %d tokens", runner.memory, sizes.num_pages - 1, sizes.page_size)
     return runner
+
+
+def choose_kernels(choice: str, loaded: Loaded) -> Kernels:
+    """`select` for a pair.  UserError for kernels that have nothing for its type."""
+    kernels = select(choice, loaded.platform, loaded.mesh)
+    if kernels.backend != native.NAME or loaded.dtype == jnp.float32:
+        return kernels
+    if choice == native.NAME:
+        raise UserError(f"kernels 'native' are for float32, and dtype is {loaded.dtype}")
+    return select("xla", loaded.platform, loaded.mesh)
 
 
 def rounds_in_place(loaded: Loaded) -> bool:

@@ -76,7 +76,6 @@ COMPOSED: dict[str, Callable[..., Any]] = {
 }
 OPS = (*REFERENCE, *COMPOSED)
 PLATFORMS = {"triton": "gpu", "pallas": "tpu", native.NAME: "cpu"}  # where a backend's kernels run
-NATIVE = native.NAME
 INTERPRETED = {"pallas": "cpu"}  # where they are interpreted instead, if asked for: to test them, not to serve
 
 STATIC = "static"
@@ -136,7 +135,7 @@ class Kernels:
 def _ops_of(backend: str) -> tuple[str, ...]:
     if backend == "xla":
         return ()
-    return native.OPS if backend == NATIVE else kernel_names(backend)
+    return native.OPS if backend == native.NAME else kernel_names(backend)
 
 
 def _native_kernel(op: str) -> Callable[..., Any]:
@@ -151,7 +150,7 @@ def _native_kernel(op: str) -> Callable[..., Any]:
 
 @functools.cache
 def _kernel(backend: str, op: str, interpret: bool, mesh: Mesh | None) -> Callable[..., Any]:
-    if backend == NATIVE:
+    if backend == native.NAME:
         return _native_kernel(op)
     kernel = getattr(load_kernel(backend, op), op)
     if op == "argmax_head":
@@ -246,7 +245,7 @@ def missing(backend: str, platform: str) -> str | None:
         return "there are none in this version yet"
     if platform != PLATFORMS[backend]:
         return f"they run on {PLATFORMS[backend]}, and the platform is {platform}"
-    if backend == NATIVE:
+    if backend == native.NAME:
         return native.refusal()
     package = _about_launches("missing") if backend == "triton" else None
     return f"the package {package!r} is missing: pip install 'dflash-jax[{EXTRAS[backend]}]'" if package else None
@@ -267,7 +266,7 @@ def select(choice: str, platform: str, mesh: Mesh | None = None) -> Kernels:
     """
     split = mesh if mesh is not None and mesh.size > 1 else None
     chosen, why = _selected(choice, platform)
-    if split is not None and chosen.backend == NATIVE:
+    if split is not None and chosen.backend == native.NAME:
         if choice != "auto":
             raise UserError(f"kernels {choice!r} cannot be used: they serve one device, and {split.size} are asked for")
         chosen, why = Kernels("xla"), f" on {platform} (auto)"
@@ -305,7 +304,7 @@ def _described(kernels: Kernels) -> str:
     own = kernels.own_ops
     if not own:
         return kernels.backend
-    if kernels.backend == NATIVE:
+    if kernels.backend == native.NAME:
         return f"native for {', '.join(own)} and float32 products of up to {native.MOST_ROWS} rows, xla for all else"
     launched = f" ({_about_launches('described')})" if kernels.backend == "triton" else ""
     return f"{kernels.backend}{launched} for {', '.join(own)}, xla for the other ops"

@@ -53,7 +53,7 @@ class Steps:
         return self._step(step.__name__, functools.partial(step, self.config), changes, **options)
 
     def _in_place(self) -> RoundInPlace:
-        round_ = functools.partial(round_into, self.config)
+        round_ = functools.partial(round_into, self.config, self._layout and self._layout.page_table)
         return RoundInPlace(self._step("decode_round", round_, COMMIT, static=(1,), donate=(0, 4)))
 
     def _step(
@@ -115,6 +115,7 @@ class RoundInPlace:
 
 def round_into(
     config: StepConfig,
+    where: Any,
     block: int,
     weights: Weights,
     state: DecodeState,
@@ -122,6 +123,8 @@ def round_into(
     slots: Array,
     needs: Needs = NOTHING,
 ) -> tuple[DecodeState, Array]:
-    """`decode_round` whose packed result is written over the first rows of `result`."""
+    """`decode_round` whose packed result is written over the first rows of `result`; where: its sharding on several
+    devices, else None."""
     state, packed = decode_round(config, block, weights, state, slots, needs)
-    return state, jax.lax.dynamic_update_slice(result, packed, (0, 0))
+    written = jax.lax.dynamic_update_slice(result, packed, (0, 0))
+    return state, written if where is None else jax.lax.with_sharding_constraint(written, where)

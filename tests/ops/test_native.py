@@ -1,4 +1,5 @@
-"""The C++ product of a few rows: against float64, how it is made, and what is said where it cannot be."""
+"""The C++ kernels for CPU: products against float64, attention where `test_attention` does not look, how they are made,
+and what is said where they cannot be."""
 
 from __future__ import annotations
 
@@ -78,6 +79,19 @@ def test_few_rows_are_its_own_and_more_are_xlas(rows: int):
     assert logits.dtype == jnp.bfloat16  # XLA's: it is for float32
 
 
+@here
+def test_lengths_and_tables_beyond_what_there_is_read_nothing_else():
+    """Slots that nobody reads may hold anything: no crash, and their neighbours are as they were."""
+    q, kv, pool = drawn(3, 4, 6, 16), drawn(3, 4, 2, 2, 16), drawn(9, 2, 2, 8, 16)
+    table = np.array([[1, 2], [3, 4], [10**9, -(10**9)]], np.int32)
+    good = jnp.asarray([11, 16, 5], jnp.int32)
+    expected = reference.paged_attention(q, kv, pool, jnp.asarray(table), good, causal=True)
+    for wild in (10**9, -5, 17):
+        lengths = good.at[2].set(wild)
+        found = native.block_attention(q, kv, pool, jnp.asarray(table), lengths, causal=True)
+        np.testing.assert_allclose(found[:2], expected[:2], rtol=1e-5, atol=1e-5)
+
+
 # -- who is chosen -----------------------------------------------------------------------------------------------------
 
 
@@ -123,14 +137,15 @@ def cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
 
 @pytest.mark.parametrize(
     ("command", "message"),
-    [("false", "false failed: without a word"), ("no-such-compiler -x", "there is no no-such-compiler"),
+    [("false", "false failed: without a word"), ("no-such-compiler -x", "no-such-compiler cannot be run: No such file"),
+     ("/", "/ cannot be run: Permission denied"), ("g++ '", r"CXX=\"g\+\+ '\" is no command: No closing quotation"),
      ("sh -c 'echo fatal error: nothing works >&2; exit 1'", "sh failed: fatal error: nothing works")],
 )  # fmt: skip
 def test_what_the_compiler_says_is_told(cache: Path, monkeypatch: pytest.MonkeyPatch, command: str, message: str):
     monkeypatch.setenv("CXX", command)
     with pytest.raises(build.CannotBuild, match=message):
         build.built_library()
-    assert not list(cache.iterdir())
+    assert not cache.exists() or not list(cache.iterdir())
 
 
 def test_no_compiler_at_all(monkeypatch: pytest.MonkeyPatch):
@@ -170,16 +185,3 @@ def test_a_library_that_cannot_be_loaded(tmp_path: Path, monkeypatch: pytest.Mon
         assert "cannot be loaded" in str(native.refusal())
     finally:
         native.refusal.cache_clear()
-
-
-@here
-def test_lengths_and_tables_beyond_what_there_is_read_nothing_else():
-    """Slots that nobody reads may hold anything: no crash, and their neighbours are as they were."""
-    q, kv, pool = drawn(3, 4, 6, 16), drawn(3, 4, 2, 2, 16), drawn(9, 2, 2, 8, 16)
-    table = np.array([[1, 2], [3, 4], [10**9, -(10**9)]], np.int32)
-    good = jnp.asarray([11, 16, 5], jnp.int32)
-    expected = reference.paged_attention(q, kv, pool, jnp.asarray(table), good, causal=True)
-    for wild in (10**9, -5, 17):
-        lengths = good.at[2].set(wild)
-        found = native.block_attention(q, kv, pool, jnp.asarray(table), lengths, causal=True)
-        np.testing.assert_allclose(found[:2], expected[:2], rtol=1e-5, atol=1e-5)

@@ -10,6 +10,7 @@ import shlex
 import shutil
 import subprocess
 import tempfile
+from importlib.metadata import version
 from pathlib import Path
 
 import jax
@@ -44,7 +45,11 @@ def built_library() -> Path:
 
 def find_compiler() -> list[str]:
     """The command that `CXX` names, else the first of the usual ones that is there."""
-    if asked := shlex.split(os.environ.get("CXX", "")):
+    try:
+        asked = shlex.split(os.environ.get("CXX", ""))
+    except ValueError as error:
+        raise CannotBuild(f"CXX={os.environ['CXX']!r} is no command: {error}") from error
+    if asked:
         return asked
     found = next((name for name in COMPILERS if shutil.which(name)), None)
     if found is None:
@@ -59,8 +64,8 @@ def _compile(compiler: list[str], library: Path) -> None:
         command = [*compiler, *OPTIONS, "-I", jax.ffi.include_dir(), str(SOURCE), "-o", str(made)]
         try:
             done = subprocess.run(command, capture_output=True, text=True, timeout=TIMEOUT_S)
-        except FileNotFoundError as error:
-            raise CannotBuild(f"there is no {compiler[0]}") from error
+        except OSError as error:
+            raise CannotBuild(f"{compiler[0]} cannot be run: {error.strerror or error}") from error
         except subprocess.TimeoutExpired as error:
             raise CannotBuild(f"{compiler[0]} was not done after {TIMEOUT_S} s") from error
         if done.returncode != 0 or not made.is_file():
@@ -70,8 +75,9 @@ def _compile(compiler: list[str], library: Path) -> None:
 
 
 def _fingerprint(compiler: list[str]) -> str:
-    """Of all that the library depends on.  A home may be shared by machines of different processors."""
-    facts = (SOURCE.read_text(encoding="utf-8"), compiler, OPTIONS, jax.__version__, platform.machine(), _features())
+    """Of what the library is made of and for.  A home may be shared by machines of different processors."""
+    source, headers = SOURCE.read_text(encoding="utf-8"), version("jaxlib")
+    facts = source, compiler, OPTIONS, headers, platform.machine(), _features()
     return hashlib.sha256(repr(facts).encode()).hexdigest()[:32]
 
 

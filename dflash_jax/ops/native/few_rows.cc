@@ -1,8 +1,8 @@
 // What takes a CPU long with a few rows: their product with a weight, and their attention over pages.  All float32.
 //
-// The product, out [M, N] = y [M, K] · w [N, K]ᵀ of a weight that lies output first, takes as long as the weight's way
-// from memory: a tile's columns are asked for (prefetched) while those before it are multiplied, and each is used for all
-// rows while it is there.  Nothing is packed, as general matrix products do first.
+// The product, out [M, N] = y [M, K] · w [N, K]ᵀ of a weight that lies output first, takes little longer than the
+// weight's way from memory: a tile's columns are asked for (prefetched) while those before it are multiplied, and each
+// is used for all rows while it is there.  Nothing is packed, as general matrix products do first.
 //
 // Attention means what `ops/reference/attention.py` says.  XLA makes a dozen programs a layer of it, some microseconds
 // each; here threads take eight queries of one key/value head at a time.
@@ -35,9 +35,9 @@ constexpr int kLanes = 16, kSums = 16;  // numbers of a register; how many of th
 constexpr int kLanes = 8, kSums = 8;
 #endif
 constexpr int kRows = 8;                     // of a tile, at most
-constexpr int64_t kBlock = 64;               // columns that stay in the second cache while all rows meet them
-constexpr int64_t kPieceBytes = 128 * 1024;  // of a weight, that a thread takes at once
+constexpr int64_t kBlock = 64;               // columns that a thread takes at once, and all rows meet
 constexpr int64_t kLineFloats = 16;          // of a cache line
+constexpr float kLeast = -87.0f;             // e to the power of less is 0 here
 
 typedef float Vector __attribute__((vector_size(kLanes * sizeof(float))));
 typedef float Anywhere __attribute__((vector_size(kLanes * sizeof(float)), aligned(alignof(float)), may_alias));
@@ -125,28 +125,25 @@ ffi::Error Product(ffi::ThreadPool pool, ffi::Buffer<ffi::F32> y_in, ffi::Buffer
   const float *y = y_in.typed_data(), *w = w_in.typed_data();
   float* out = result->typed_data();
   const int64_t rows = y_in.dimensions()[0], k = y_in.dimensions()[1], n = w_in.dimensions()[0];
-  const int64_t width = std::max(kBlock, kPieceBytes / int64_t{sizeof(float)} / k / kBlock * kBlock);
-  Share(pool, (n + width - 1) / width, [=](int64_t piece) {
-    const int64_t end = std::min(n, (piece + 1) * width);
-    for (int64_t c = piece * width; c < end; c += kBlock)
-      for (int64_t r = 0; r < rows; r += kRows)
-        kParts[std::min<int64_t>(kRows, rows - r)](y + r * k, w, out + r * n, k, n, c, std::min(end, c + kBlock));
+  Share(pool, (n + kBlock - 1) / kBlock, [=](int64_t piece) {
+    const int64_t begin = piece * kBlock, end = std::min(n, begin + kBlock);
+    for (int64_t r = 0; r < rows; r += kRows)
+      kParts[std::min<int64_t>(kRows, rows - r)](y + r * k, w, out + r * n, k, n, begin, end);
   });
   return ffi::Error::Success();
 }
 
-// e^x for x ≤ 0, to a few units in the last place; compilers make vectors of it.
+// e^x for x ≤ 0, to about two units in the last place; compilers make vectors of it.
 inline float Exp(float x) {
-  const float in_twos = x * 1.44269504f;
-  const float kept = in_twos < -126.0f ? -126.0f : in_twos;  // not a number stays so
-  const float whole = kept - 0.5f + 12582912.0f - 12582912.0f;  // rounded, by what a float of that size can hold
-  const float part = (kept - whole) * 0.693147181f;
+  const float kept = x < kLeast ? kLeast : x;  // not a number stays so
+  const float whole = kept * 1.44269504f + 12582912.0f - 12582912.0f;  // rounded, by what a float of that size holds
+  const float part = kept - whole * 0.693359375f + whole * 2.12194440e-4f;  // ln 2 in two, the first of few bits
   float power = 1.0f / 5040;
   for (float over : {1.0f / 720, 1.0f / 120, 1.0f / 24, 1.0f / 6, 0.5f, 1.0f, 1.0f}) power = power * part + over;
   const int32_t bits = (static_cast<int32_t>(whole) + 127) << 23;
   float scale;
   std::memcpy(&scale, &bits, sizeof scale);
-  return in_twos < -126.0f ? 0.0f : power * scale + (kept - kept);
+  return x < kLeast ? 0.0f : power * scale + (kept - kept);
 }
 
 struct Shape {
@@ -267,8 +264,9 @@ ffi::Error Attention(ffi::ThreadPool threads, ffi::Buffer<ffi::F32> q_in, ffi::B
   const int64_t queries = a.block * a.group, tiles = (queries + kRows - 1) / kRows;
   Share(threads, sizes[0] * a.kv_heads * tiles, [=](int64_t piece) {
     const int64_t s = piece / (a.kv_heads * tiles), g = piece / tiles % a.kv_heads, first = piece % tiles * kRows;
+    const int64_t length = std::clamp<int64_t>(lengths[s], 0, a.width * a.page);
     Attend(a, q + s * a.block * a.heads * a.dim, kv + s * a.block * 2 * a.kv_heads * a.dim, pool, table + s * a.width,
-           std::clamp<int64_t>(lengths[s], 0, a.width * a.page), g, first, std::min(queries, first + kRows), out + s * a.block * a.heads * a.dim);
+           length, g, first, std::min(queries, first + kRows), out + s * a.block * a.heads * a.dim);
   });
   return ffi::Error::Success();
 }
