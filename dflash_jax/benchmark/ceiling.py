@@ -18,7 +18,7 @@ import jax.numpy as jnp
 
 from dflash_jax.cache import page_bytes
 from dflash_jax.drafters.token_map import chosen_head
-from dflash_jax.engine.build import Loaded
+from dflash_jax.engine.build import Loaded, draft_bytes_of_a_page
 from dflash_jax.engine.engine import Engine
 from dflash_jax.models import head_weight
 from dflash_jax.params import Params, device_bytes
@@ -129,7 +129,7 @@ def loaded_cost(loaded: Loaded, page: int) -> ModelCost:
         draft_head_params=device_bytes(draft_head) // dtype.itemsize,
         draft_bytes=device_bytes(draft) - (0 if few is None else device_bytes(draft_head)),
         draft_params=_multiplied(draft) - (0 if few is None else device_bytes(draft_head) // dtype.itemsize),
-        draft_kv_bytes=device_bytes(loaded.drafter.init_cache(1, page, dtype, loaded.mesh)) / page,
+        draft_kv_bytes=draft_bytes_of_a_page(loaded, page) / page,
     )
 
 

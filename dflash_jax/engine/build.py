@@ -165,8 +165,13 @@ def plan_sizes(loaded: Loaded, settings: EngineSettings) -> RunnerSizes:
 
 def bytes_of_a_page(loaded: Loaded, page_size: int) -> int:
     """What a page of both pools takes on each device."""
-    draft = loaded.drafter.init_cache(1, page_size, loaded.dtype, loaded.mesh)
-    return page_bytes(loaded.config, page_size, loaded.dtype) // loaded.mesh.size + device_bytes(draft)
+    target = page_bytes(loaded.config, page_size, loaded.dtype) // loaded.mesh.size
+    return target + draft_bytes_of_a_page(loaded, page_size)
+
+
+def draft_bytes_of_a_page(loaded: Loaded, page_size: int) -> int:
+    """What the drafter keeps of a page on each device, by what it makes for one: not all of it may be divided."""
+    return device_bytes(loaded.drafter.init_cache(1, page_size, loaded.dtype, loaded.mesh))
 
 
 def check_slots(requests: int, vocab_size: int, most_bytes: int) -> None:

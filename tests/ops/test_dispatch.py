@@ -88,7 +88,7 @@ def test_pallas_is_interpreted_on_cpu_where_it_is_asked_for():
 @pytest.mark.parametrize(
     ("choice", "platform", "message"),
     [("cuda", "gpu", "kernels 'cuda' is not one of auto, xla, pallas, triton"),
-     ("triton", "cpu", r"they run on gpu, and the platform is cpu \(available: xla"),
+     ("triton", "cpu", r"they run on gpu, and the platform is cpu \(available: xla(, native)?\)"),
      ("triton", "gpu", "the package 'triton' is missing: pip install"),
      ("pallas", "gpu", r"they run on tpu, and the platform is gpu \(available: xla\)")],
 )  # fmt: skip

@@ -121,6 +121,7 @@ def test_several_devices_are_xlas():
 def test_without_a_compiler_it_is_xla_and_says_so(monkeypatch: pytest.MonkeyPatch):
     monkeypatch.setattr(native, "refusal", lambda: "no C++ compiler")
     chosen = select("auto", "cpu")
+    assert backends("cpu") == ("xla",)
     assert chosen == Kernels("xla") and chosen.reason == "kernels: xla (auto; not native: no C++ compiler)"
     with pytest.raises(UserError, match=r"'native' cannot be used: no C\+\+ compiler \(available: xla\)"):
         select("native", "cpu")

@@ -196,7 +196,7 @@ void Mix(const Tokens& a, const float* weights, int64_t dim, int64_t values, flo
 using Mixing = void (*)(const Tokens&, const float*, int64_t, int64_t, float*);
 constexpr Mixing kMixings[] = {nullptr, Mix<1>, Mix<2>, Mix<3>, Mix<4>, Mix<5>, Mix<6>, Mix<7>, Mix<8>};
 
-// Scores begin … end become weights, and 0 outside of low … high; their sum.
+// Scores from … length and low … high become weights, the others of begin … end 0; the sum of all.
 float Soften(float* scores, int64_t begin, int64_t from, int64_t length, int64_t low, int64_t high, int64_t end) {
   std::fill(scores + begin, scores + from, 0.0f);
   std::fill(scores + length, scores + low, 0.0f);
