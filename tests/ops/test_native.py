@@ -3,7 +3,10 @@ and what is said where they cannot be."""
 
 from __future__ import annotations
 
+import os
+import platform
 import subprocess
+import sys
 from pathlib import Path
 
 import jax
@@ -34,6 +37,32 @@ def test_products_are_float64s(rows: int, k: int, n: int):
     expected = np.asarray(y, np.float64) @ np.asarray(w, np.float64).T
     found = jax.jit(native.product)(y, w)
     np.testing.assert_allclose(found, expected, rtol=1e-5, atol=1e-5 * np.abs(expected).max())
+
+
+@here
+@pytest.mark.parametrize(("k", "n"), [(576, 100), (1540, 37)])
+def test_a_row_is_the_same_to_the_last_bit_however_many_it_comes_with(k: int, n: int):
+    """So that a block's logits are plain decoding's as far as products go."""
+    y, w = drawn(17, k), drawn(n, k)
+    alone = np.concatenate([native.product(row[None], w) for row in y])
+    for rows in range(2, 18):
+        np.testing.assert_array_equal(native.product(y[:rows], w), alone[:rows])
+
+
+@here
+@pytest.mark.soak
+@pytest.mark.skipif(platform.machine() != "x86_64", reason="names x86's instructions")
+@pytest.mark.parametrize("without", ["-mno-avx512f", "-mno-avx"])
+def test_processors_with_less(without: str, tmp_path: Path):
+    """The same tests of products and attention, with kernels made for a processor that has not all instructions."""
+    asked = "float64s or last_bit or many_at_once or not_a_number or read_nothing_else"
+    command = [sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider", "-k", asked, __file__]
+    compiler = f"{build.find_compiler()[0]} {without}"
+    done = subprocess.run(
+        command, env={**os.environ, "CXX": compiler, "DFLASH_JAX_CACHE": str(tmp_path)}, capture_output=True, text=True
+    )
+    assert done.returncode == 0 and " passed" in done.stdout and "skipped" not in done.stdout, done.stdout[-2000:]
+    assert list((tmp_path / "native").glob("*.so"))
 
 
 @here

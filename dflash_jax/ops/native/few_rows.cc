@@ -32,10 +32,10 @@ namespace {
 #if defined(__AVX512F__)
 constexpr int kLanes = 16, kSums = 16;  // numbers of a register; how many of them hold sums
 #else
-constexpr int kLanes = 8, kSums = 8;
+constexpr int kLanes = 8, kSums = 12;
 #endif
 constexpr int kRows = 8;                     // of a tile, at most
-constexpr int64_t kBlock = 64;               // columns that a thread takes at once, and all rows meet
+constexpr int64_t kBlock = 32;               // columns that a thread takes at once, and all rows meet
 constexpr int64_t kLineFloats = 16;          // of a cache line
 constexpr float kLeast = -87.0f;             // e to the power of less is 0 here
 
@@ -58,64 +58,109 @@ inline float Sum(Vector v) {
 #endif
 }
 
-// R rows with C columns of w; `after`: the columns that come next.
-template <int R, int C>
+// out [N] = the sums of N vectors, each in the same order whatever N is and wherever it stands.
+template <int N>
+inline void SumAll(const Vector (&v)[N], float* out) {
+#if defined(__AVX512F__)
+  for (int from = 0; from < N; from += kLanes) {  // a tree over sixteen of them: 45 instructions, not 16 times 8
+    __m512 a[kLanes];
+    for (int i = 0; i < kLanes; ++i) a[i] = from + i < N ? (__m512)v[from + i] : _mm512_setzero_ps();
+    for (int i = 0; i < 8; ++i)
+      a[i] = _mm512_add_ps(_mm512_unpacklo_ps(a[2 * i], a[2 * i + 1]), _mm512_unpackhi_ps(a[2 * i], a[2 * i + 1]));
+    for (int i = 0; i < 4; ++i) {
+      const __m512d even = (__m512d)a[2 * i], odd = (__m512d)a[2 * i + 1];
+      a[i] = _mm512_add_ps((__m512)_mm512_unpacklo_pd(even, odd), (__m512)_mm512_unpackhi_pd(even, odd));
+    }
+    for (int i = 0; i < 2; ++i)
+      a[i] = _mm512_add_ps(_mm512_shuffle_f32x4(a[2 * i], a[2 * i + 1], 0x88),
+                           _mm512_shuffle_f32x4(a[2 * i], a[2 * i + 1], 0xdd));
+    const __m512 sums = _mm512_add_ps(_mm512_shuffle_f32x4(a[0], a[1], 0x88), _mm512_shuffle_f32x4(a[0], a[1], 0xdd));
+    _mm512_mask_storeu_ps(out + from, static_cast<__mmask16>((1u << std::min(kLanes, N - from)) - 1), sums);
+  }
+#else
+  for (int i = 0; i < N; ++i) out[i] = Sum(v[i]);
+#endif
+}
+
+// R rows with C columns of w.  `after`: F of the columns that come next, which are asked for meanwhile.
+template <int R, int C, int F>
 inline void Tile(const float* y, const float* w, const float* after, float* out, int64_t k, int64_t n) {
-  Vector sums[C][R];
-  for (int c = 0; c < C; ++c)
-    for (int r = 0; r < R; ++r) sums[c][r] = Vector{};
+  Vector sums[C * R];
+  for (int i = 0; i < C * R; ++i) sums[i] = Vector{};
   int64_t at = 0;
   for (; at + kLanes <= k; at += kLanes) {
     Vector ws[C];
-    for (int c = 0; c < C; ++c) {
-      ws[c] = Load(w + c * k + at);
+    for (int c = 0; c < C; ++c) ws[c] = Load(w + c * k + at);
+    for (int c = 0; c < F; ++c)
       if (at % kLineFloats == 0) __builtin_prefetch(after + c * k + at);
-    }
     for (int r = 0; r < R; ++r) {
-      Vector ys = Load(y + r * k + at);
-      for (int c = 0; c < C; ++c) sums[c][r] += ws[c] * ys;
+      const Vector ys = Load(y + r * k + at);
+      for (int c = 0; c < C; ++c) sums[c * R + r] += ws[c] * ys;
     }
   }
+  float totals[C * R];
+  SumAll(sums, totals);
   for (int c = 0; c < C; ++c)
     for (int r = 0; r < R; ++r) {
-      float total = Sum(sums[c][r]);
+      float total = totals[c * R + r];
       for (int64_t i = at; i < k; ++i) total += w[c * k + i] * y[r * k + i];
       out[r * n + c] = total;
     }
 }
 
-// R rows with columns begin … end.
+// R rows with columns begin … end.  More than four rows are two tiles, the second of weights that the first has
+// brought: eight rows of one tile would load more of y than processors can beside so many products.
 template <int R>
 void Columns(const float* y, const float* w, float* out, int64_t k, int64_t n, int64_t begin, int64_t end) {
-  constexpr int C = std::max(1, std::min(4, kSums / R));
+  constexpr int First = std::min(R, 4), Second = R - First, C = R == 1 ? 4 : kSums / 4, F = Second ? C / 2 : C;
   int64_t c = begin;
-  for (; c + C <= end; c += C) Tile<R, C>(y, w + c * k, w + (c + C) * k, out + c, k, n);
-  for (; c < end; ++c) Tile<R, 1>(y, w + c * k, w + c * k, out + c, k, n);
+  for (; c + C <= end; c += C) {
+    const float *tile = w + c * k, *after = tile + C * k;
+    Tile<First, C, F>(y, tile, after, out + c, k, n);
+    if constexpr (Second)
+      Tile<Second, C, C - F>(y + First * k, tile, after + F * k, out + First * n + c, k, n);
+  }
+  for (; c < end; ++c) {
+    Tile<First, 1, 0>(y, w + c * k, nullptr, out + c, k, n);
+    if constexpr (Second) Tile<Second, 1, 0>(y + First * k, w + c * k, nullptr, out + First * n + c, k, n);
+  }
 }
 
 using Part = void (*)(const float*, const float*, float*, int64_t, int64_t, int64_t, int64_t);
 constexpr Part kParts[] = {nullptr,    Columns<1>, Columns<2>, Columns<3>, Columns<4>,
                            Columns<5>, Columns<6>, Columns<7>, Columns<8>};
 
-// Pieces of work, which threads take until there are none.  It lives until the last thread has looked.
+// Pieces of work for so many threads.  Each takes those of its own range first, one after another, so that what it has
+// prefetched is what it needs; then what is left of the others'.  It lives until the last thread has looked.
 struct Work {
+  struct alignas(64) Range {  // a cache line each
+    std::atomic<int64_t> next;
+    int64_t end;
+  };
   std::function<void(int64_t)> run;
-  int64_t pieces;
-  std::atomic<int64_t> next{0}, done{0};
+  std::vector<Range> ranges;
+  std::atomic<int64_t> arrived{0}, done{0};
+
+  Work(int64_t pieces, int64_t threads, std::function<void(int64_t)> f) : run(std::move(f)), ranges(threads) {
+    for (int64_t i = 0; i < threads; ++i) ranges[i].next = i * pieces / threads, ranges[i].end = (i + 1) * pieces / threads;
+  }
 
   void Take() {
-    for (int64_t piece; (piece = next.fetch_add(1)) < pieces;) {
-      run(piece);
-      done.fetch_add(1, std::memory_order_release);
+    const int64_t threads = ranges.size(), me = arrived.fetch_add(1);
+    for (int64_t i = 0; i < threads; ++i) {
+      Range& range = ranges[(me + i) % threads];
+      for (int64_t piece; (piece = range.next.fetch_add(1)) < range.end;) {
+        run(piece);
+        done.fetch_add(1, std::memory_order_release);
+      }
     }
   }
 };
 
 void Share(ffi::ThreadPool& pool, int64_t pieces, std::function<void(int64_t)> run) {
-  auto work = std::make_shared<Work>();
-  work->run = std::move(run), work->pieces = pieces;
-  const int64_t helpers = std::min(pool.num_threads(), pieces) - 1;
-  for (int64_t i = 0; i < helpers; ++i) pool.Schedule([work] { work->Take(); });
+  const int64_t threads = std::max<int64_t>(1, std::min(pool.num_threads(), pieces));
+  auto work = std::make_shared<Work>(pieces, threads, std::move(run));
+  for (int64_t i = 1; i < threads; ++i) pool.Schedule([work] { work->Take(); });
   work->Take();  // alone, if all other threads are busy: nobody waits for a thread that has not begun
   while (work->done.load(std::memory_order_acquire) < pieces) std::this_thread::yield();
 }
