@@ -128,7 +128,7 @@ def test_lengths_and_tables_beyond_what_there_is_read_nothing_else():
 def test_auto_is_native_on_cpu():
     chosen = select("auto", "cpu")
     assert chosen == Kernels(native.NAME) and backends("cpu") == ("xla", native.NAME)
-    said = "native for block_attention and float32 products of up to 16 rows, xla for all else"
+    said = "native for block_attention, prefill_attention, add_norm and float32 products of up to 16 rows, xla for all else"
     assert chosen.reason == f"kernels: {said} (auto)"
 
 

@@ -17,8 +17,8 @@ from jax import Array
 from dflash_jax.ops.native.build import CannotBuild, built_library
 
 NAME = "native"  # of the backend
-TARGETS = PRODUCT, ATTENTION = "dflash_jax_product", "dflash_jax_attention"
-OPS = ("block_attention",)  # that it has a kernel for; the product is `dot`'s, by weight
+TARGETS = PRODUCT, ADD_NORM, ATTENTION = "dflash_jax_product", "dflash_jax_add_norm", "dflash_jax_attention"
+OPS = ("block_attention", "prefill_attention", "add_norm")  # that it has a kernel for; the product is `dot`'s, by weight
 MOST_ROWS = 16  # of more, XLA's product is as fast (8 of SmolLM2's layers, 2 cores)
 
 
@@ -42,9 +42,19 @@ def product(y: Array, w: Array) -> Array:
     return jax.ffi.ffi_call(PRODUCT, shape)(y, w)
 
 
+def add_norm(x: Array, delta: Array, weight: Array, eps: float) -> tuple[Array, Array]:
+    """As the reference op, all float32."""
+    shape = jax.ShapeDtypeStruct(x.shape, jnp.float32)
+    total, normed = jax.ffi.ffi_call(ADD_NORM, (shape, shape))(x, delta, weight, eps=np.float32(eps))
+    return total, normed
+
+
 def block_attention(
     q: Array, kv: Array, pool: Array, page_table: Array, lengths: Array, *, causal: bool, window: int | None = None
 ) -> Array:
     """As the reference op, all float32."""
     call = jax.ffi.ffi_call(ATTENTION, jax.ShapeDtypeStruct(q.shape, jnp.float32))
     return call(q, kv, pool, page_table, lengths, causal=bool(causal), window=np.int64(window or 0))
+
+
+prefill_attention = block_attention  # of a chunk of rows as of a block's

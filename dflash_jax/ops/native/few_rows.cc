@@ -1,4 +1,5 @@
-// What takes a CPU long with a few rows: their product with a weight, and their attention over pages.  All float32.
+// What takes a CPU long with a few rows: their product with a weight, their norm, and their attention over pages.  All
+// float32.
 //
 // The product, out [M, N] = y [M, K] · w [N, K]ᵀ of a weight that lies output first, takes little longer than the
 // weight's way from memory: a tile's columns are asked for (prefetched) while those before it are multiplied, and each
@@ -36,6 +37,7 @@ constexpr int kLanes = 8, kSums = 12;
 #endif
 constexpr int kRows = 8;                     // of a tile, at most
 constexpr int64_t kBlock = 32;               // columns that a thread takes at once, and all rows meet
+constexpr int64_t kNormFloats = 16384;       // that a thread norms at once: to wake another for fewer takes longer
 constexpr int64_t kLineFloats = 16;          // of a cache line
 constexpr float kLeast = -87.0f;             // e to the power of less is 0 here
 
@@ -178,6 +180,41 @@ ffi::Error Product(ffi::ThreadPool pool, ffi::Buffer<ffi::F32> y_in, ffi::Buffer
   return ffi::Error::Success();
 }
 
+// A row's total = x + delta, and normed = total over its root mean square, times weight.
+void AddNormRow(const float* x, const float* delta, const float* weight, float eps, int64_t width, float* total,
+                float* normed) {
+  Vector squares = Vector{};
+  float rest = 0;
+  int64_t i = 0;
+  for (; i + kLanes <= width; i += kLanes) {
+    const Vector sum = Load(x + i) + Load(delta + i);
+    std::memcpy(total + i, &sum, sizeof sum);
+    squares += sum * sum;
+  }
+  for (; i < width; ++i) total[i] = x[i] + delta[i], rest += total[i] * total[i];
+  const float scale = 1.0f / std::sqrt((Sum(squares) + rest) / static_cast<float>(width) + eps);
+  int64_t j = 0;
+  for (; j + kLanes <= width; j += kLanes) {
+    const Vector v = Load(total + j) * scale * Load(weight + j);
+    std::memcpy(normed + j, &v, sizeof v);
+  }
+  for (; j < width; ++j) normed[j] = total[j] * scale * weight[j];
+}
+
+ffi::Error AddNorm(ffi::ThreadPool pool, ffi::Buffer<ffi::F32> x_in, ffi::Buffer<ffi::F32> delta_in,
+                   ffi::Buffer<ffi::F32> weight_in, ffi::ResultBuffer<ffi::F32> total_out,
+                   ffi::ResultBuffer<ffi::F32> normed_out, float eps) {
+  const float *x = x_in.typed_data(), *delta = delta_in.typed_data(), *weight = weight_in.typed_data();
+  float *total = total_out->typed_data(), *normed = normed_out->typed_data();
+  const int64_t width = weight_in.element_count(), rows = x_in.element_count() / std::max<int64_t>(1, width);
+  const int64_t some = std::max<int64_t>(1, kNormFloats / std::max<int64_t>(1, width));
+  Share(pool, (rows + some - 1) / some, [=](int64_t piece) {
+    for (int64_t r = piece * some; r < std::min(rows, (piece + 1) * some); ++r)
+      AddNormRow(x + r * width, delta + r * width, weight, eps, width, total + r * width, normed + r * width);
+  });
+  return ffi::Error::Success();
+}
+
 // e^x for x ≤ 0, to about two units in the last place; compilers make vectors of it.
 inline float Exp(float x) {
   const float kept = x < kLeast ? kLeast : x;  // not a number stays so
@@ -241,17 +278,40 @@ void Mix(const Tokens& a, const float* weights, int64_t dim, int64_t values, flo
 using Mixing = void (*)(const Tokens&, const float*, int64_t, int64_t, float*);
 constexpr Mixing kMixings[] = {nullptr, Mix<1>, Mix<2>, Mix<3>, Mix<4>, Mix<5>, Mix<6>, Mix<7>, Mix<8>};
 
+// The largest of values [n]; what is not a number does not count.
+inline float Largest(const float* values, int64_t n) {
+  constexpr float least = -std::numeric_limits<float>::infinity();
+  Vector most = Vector{} + least;
+  int64_t i = 0;
+  for (; i + kLanes <= n; i += kLanes) {
+    const Vector v = Load(values + i);
+    most = v > most ? v : most;
+  }
+  float best = least;
+  for (int lane = 0; lane < kLanes; ++lane) best = std::max(best, static_cast<float>(most[lane]));
+  for (; i < n; ++i) best = values[i] > best ? values[i] : best;
+  return best;
+}
+
+inline float Total(const float* values, int64_t n) {
+  Vector sums = Vector{};
+  int64_t i = 0;
+  for (; i + kLanes <= n; i += kLanes) sums += Load(values + i);
+  float total = Sum(sums);
+  for (; i < n; ++i) total += values[i];
+  return total;
+}
+
 // Scores from … length and low … high become weights, the others of begin … end 0; the sum of all.
 float Soften(float* scores, int64_t begin, int64_t from, int64_t length, int64_t low, int64_t high, int64_t end) {
   std::fill(scores + begin, scores + from, 0.0f);
   std::fill(scores + length, scores + low, 0.0f);
   std::fill(scores + high, scores + end, 0.0f);
-  float best = -std::numeric_limits<float>::infinity(), total = 0;
-  for (auto [first, last] : {std::pair{from, length}, std::pair{low, high}})
-    for (int64_t t = first; t < last; ++t) best = scores[t] > best ? scores[t] : best;
+  const float best = std::max(Largest(scores + from, length - from), Largest(scores + low, high - low));
+  float total = 0;
   for (auto [first, last] : {std::pair{from, length}, std::pair{low, high}}) {
     for (int64_t t = first; t < last; ++t) scores[t] = Exp(scores[t] - best);
-    for (int64_t t = first; t < last; ++t) total += scores[t];
+    total += Total(scores + first, last - first);
   }
   return total;
 }
@@ -259,15 +319,17 @@ float Soften(float* scores, int64_t begin, int64_t from, int64_t length, int64_t
 // Queries first … end of a request and its key/value head g: query m is row m / R of the block and head m % R of g's.
 void Attend(const Shape& a, const float* q, const float* kv, const float* pool, const int32_t* table, int64_t length,
             int64_t g, int64_t first, int64_t end, float* out) {
-  const int64_t rows = end - first, all = length + a.block, head = a.page * a.dim;
+  // Of the block, what the last of these rows sees; the keys and values of the others are not looked at.
+  const int64_t own = a.causal ? (end - 1) / a.group + 1 : a.block;
+  const int64_t rows = end - first, all = length + own, head = a.page * a.dim;
   static thread_local std::vector<float> queries, scores, keys, values, mixed;
   queries.resize(rows * a.dim), scores.resize(rows * all), mixed.resize(rows * a.dim);
-  keys.resize(a.block * a.dim), values.resize(a.block * a.dim);
+  keys.resize(own * a.dim), values.resize(own * a.dim);
   const float scale = 1.0f / std::sqrt(static_cast<float>(a.dim));
   auto place = [&](int64_t m) { return (m / a.group * a.heads + g * a.group + m % a.group) * a.dim; };
   for (int64_t r = 0; r < rows; ++r)
     for (int64_t d = 0; d < a.dim; ++d) queries[r * a.dim + d] = q[place(first + r) + d] * scale;
-  for (int64_t j = 0; j < a.block; ++j) {
+  for (int64_t j = 0; j < own; ++j) {
     const float *key = kv + (j * 2 * a.kv_heads + g) * a.dim, *value = key + a.kv_heads * a.dim;
     // What is not a number in a value counts through the key: it spoils all of the rows that see it, and no others.
     const bool spoilt = std::any_of(value, value + a.dim, [](float x) { return x != x; });
@@ -278,11 +340,11 @@ void Attend(const Shape& a, const float* q, const float* kv, const float* pool, 
   }
   const int64_t oldest = a.window ? std::max<int64_t>(0, length + first / a.group - a.window + 1) : 0;
   const Tokens tokens{pool + g * head, table, values.data(), std::min(oldest / a.page * a.page, length), length,
-                      a.block, a.page, 2 * a.kv_heads * head, a.pages};
+                      own, a.page, 2 * a.kv_heads * head, a.pages};
 
   for (int64_t t = tokens.begin; t < length; t += a.page)
     kParts[rows](queries.data(), tokens.Page(t), scores.data() + t, a.dim, all, 0, std::min(a.page, length - t));
-  kParts[rows](queries.data(), keys.data(), scores.data() + length, a.dim, all, 0, a.block);
+  kParts[rows](queries.data(), keys.data(), scores.data() + length, a.dim, all, 0, own);
 
   float totals[kRows];
   for (int64_t r = 0; r < rows; ++r) {
@@ -324,6 +386,16 @@ XLA_FFI_DEFINE_HANDLER_SYMBOL(dflash_jax_product, Product,
                                   .Arg<ffi::Buffer<ffi::F32>>()
                                   .Arg<ffi::Buffer<ffi::F32>>()
                                   .Ret<ffi::Buffer<ffi::F32>>());
+
+XLA_FFI_DEFINE_HANDLER_SYMBOL(dflash_jax_add_norm, AddNorm,
+                              ffi::Ffi::Bind()
+                                  .Ctx<ffi::ThreadPool>()
+                                  .Arg<ffi::Buffer<ffi::F32>>()
+                                  .Arg<ffi::Buffer<ffi::F32>>()
+                                  .Arg<ffi::Buffer<ffi::F32>>()
+                                  .Ret<ffi::Buffer<ffi::F32>>()
+                                  .Ret<ffi::Buffer<ffi::F32>>()
+                                  .Attr<float>("eps"));
 
 XLA_FFI_DEFINE_HANDLER_SYMBOL(dflash_jax_attention, Attention,
                               ffi::Ffi::Bind()
