@@ -31,12 +31,12 @@ namespace ffi = xla::ffi;
 namespace {
 
 #if defined(__AVX512F__)
-constexpr int kLanes = 16, kSums = 16;  // numbers of a register; how many of them hold sums
+constexpr int kLanes = 16, kSums = 24;  // numbers of a register; how many of them hold sums
 #else
 constexpr int kLanes = 8, kSums = 12;
 #endif
 constexpr int kRows = 8;                     // of a tile, at most
-constexpr int64_t kBlock = 32;               // columns that a thread takes at once, and all rows meet
+constexpr int64_t kBlock = 48;               // columns that a thread takes at once, and all rows meet
 constexpr int64_t kNormFloats = 16384;       // that a thread norms at once: to wake another for fewer takes longer
 constexpr int64_t kLineFloats = 16;          // of a cache line
 constexpr float kLeast = -87.0f;             // e to the power of less is 0 here
@@ -90,6 +90,7 @@ inline void Tile(const float* y, const float* w, const float* after, float* out,
   Vector sums[C * R];
   for (int i = 0; i < C * R; ++i) sums[i] = Vector{};
   int64_t at = 0;
+#pragma GCC unroll 2
   for (; at + kLanes <= k; at += kLanes) {
     Vector ws[C];
     for (int c = 0; c < C; ++c) ws[c] = Load(w + c * k + at);
@@ -110,22 +111,26 @@ inline void Tile(const float* y, const float* w, const float* after, float* out,
     }
 }
 
-// R rows with columns begin … end.  More than four rows are two tiles, the second of weights that the first has
-// brought: eight rows of one tile would load more of y than processors can beside so many products.
-template <int R>
-void Columns(const float* y, const float* w, float* out, int64_t k, int64_t n, int64_t begin, int64_t end) {
-  constexpr int First = std::min(R, 4), Second = R - First, C = R == 1 ? 4 : kSums / 4, F = Second ? C / 2 : C;
-  int64_t c = begin;
+// R rows with as many columns of w, from c on, as there are tiles of C before `end`; the first that is left.  More than
+// four rows are two tiles, the second of weights that the first has brought: eight rows of one tile would load more of y
+// than processors can beside so many products.
+template <int R, int C>
+inline int64_t Tiles(const float* y, const float* w, float* out, int64_t k, int64_t n, int64_t c, int64_t end) {
+  constexpr int First = std::min(R, 4), Second = R - First, F = Second ? C / 2 : C;
   for (; c + C <= end; c += C) {
     const float *tile = w + c * k, *after = tile + C * k;
     Tile<First, C, F>(y, tile, after, out + c, k, n);
-    if constexpr (Second)
-      Tile<Second, C, C - F>(y + First * k, tile, after + F * k, out + First * n + c, k, n);
+    if constexpr (Second) Tile<Second, C, C - F>(y + First * k, tile, after + F * k, out + First * n + c, k, n);
   }
-  for (; c < end; ++c) {
-    Tile<First, 1, 0>(y, w + c * k, nullptr, out + c, k, n);
-    if constexpr (Second) Tile<Second, 1, 0>(y + First * k, w + c * k, nullptr, out + First * n + c, k, n);
-  }
+  return c;
+}
+
+// R rows with columns begin … end.
+template <int R>
+void Columns(const float* y, const float* w, float* out, int64_t k, int64_t n, int64_t begin, int64_t end) {
+  int64_t c = Tiles<R, R == 1 ? 4 : kSums / 4>(y, w, out, k, n, begin, end);
+  c = Tiles<R, 2>(y, w, out, k, n, c, end);
+  Tiles<R, 1>(y, w, out, k, n, c, end);
 }
 
 using Part = void (*)(const float*, const float*, float*, int64_t, int64_t, int64_t, int64_t);
