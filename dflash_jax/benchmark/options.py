@@ -84,6 +84,8 @@ def add_workload(group: Any) -> None:
     group.add_argument("--request-rate", metavar="R,R", help="requests a second instead, at random (Poisson)")
     group.add_argument("--repeats", type=int, metavar="N", default=DEFAULTS["repeats"], help="runs of each level; the"
                        " table has their median (default: %(default)s)")  # fmt: skip
+    group.add_argument("--alternate", action="store_true", help="open all contenders at once and let them take turns at"
+                       " each repeat, for machines whose speed changes; memory must do for all")  # fmt: skip
 
 
 def add_sampling(group: Any) -> None:
@@ -153,6 +155,8 @@ def check(args: argparse.Namespace) -> None:
                        ("preset", "speculative_token_map")):  # fmt: skip
         if getattr(args, one) is not None and getattr(args, other) is not None:
             raise UserError(f"{option(one)} and {option(other)} exclude each other")
+    if args.alternate and args.reference is not None:
+        raise UserError("--alternate and --reference exclude each other: the reference must be gone before JAX begins")
     if (args.preset is None) != (args.synthetic_acceptance is None):
         raise UserError("--preset and --synthetic-acceptance need each other: random weights accept nothing,"
                         " real ones need no forcing")  # fmt: skip

@@ -5,7 +5,7 @@ from __future__ import annotations
 import dataclasses
 import logging
 import time
-from collections.abc import Sequence
+from collections.abc import Awaitable, Callable, Sequence
 from typing import Any
 
 from dflash_jax.benchmark.ceiling import ModelCost, Rates, level_ceiling, share
@@ -101,33 +101,76 @@ class Outcome:
 
 async def play(contender: Contender, plan: Plan, outcome: Outcome) -> None:
     """Open, warm up, measure every level, close.  What fails ends this contender's part and leaves what it has."""
+    await play_by_turns([contender], plan, [outcome])
+
+
+async def play_by_turns(contenders: Sequence[Contender], plan: Plan, outcomes: Sequence[Outcome]) -> None:
+    """The same for several, all open at once: what a machine does meanwhile meets each repeat of all of them alike."""
+    players = [Player(contender, plan, outcome) for contender, outcome in zip(contenders, outcomes, strict=True)]
     try:
-        await contender.open()
+        for player in players:
+            await player.attempt(player.open)
         for level in plan.levels:
-            await _play_level(contender, plan, level, outcome)
-        outcome.facts = contender.facts()
-        if isinstance(contender, EngineContender):
-            _look_inside(contender, plan, outcome)
-    except UserError as error:
-        outcome.error = str(error)
-        log.error("%s", error)
+            for repeat in range(plan.repeats):
+                for player in players:
+                    await player.attempt(player.run, level, repeat)
+            for player in players:
+                player.conclude(level)
+        for player in players:
+            await player.attempt(player.finish)
     finally:
-        await contender.close()
+        for player in players:
+            await player.contender.close()
 
 
-async def _play_level(contender: Contender, plan: Plan, level: Level, outcome: Outcome) -> None:
-    at_once = level.concurrency or plan.num_prompts
-    if contender.max_concurrency is not None and at_once > contender.max_concurrency:
-        outcome.notes.append(f"not at {level.label}: it serves {contender.max_concurrency} request at a time")
-        return
-    if not outcome.levels:
-        log.info("%s: warming up", contender.name)
-        await contender.warm_up(warm_asks(plan), plan.most_at_once)
-    runs = [await _play_run(contender, plan, level, repeat) for repeat in range(plan.repeats)]
-    every = [response for run in runs for response in run.responses]
-    figures = level_figures([(run.responses, run.took_s) for run in runs], [run.counted for run in runs])
-    outcome.levels.append(LevelResult(level, figures, every))
-    outcome.facts = contender.facts()  # as they are should the next level fail
+class Player:
+    """A contender and what became of it so far."""
+
+    def __init__(self, contender: Contender, plan: Plan, outcome: Outcome):
+        self.contender, self.plan, self.outcome = contender, plan, outcome
+        self._warm = False
+        self._runs: list[Run] = []  # of the present level
+
+    async def attempt(self, part: Callable[..., Awaitable[None]], *args: Any) -> None:
+        """A part of its turn; none after one that failed."""
+        if self.outcome.error is not None:
+            return
+        try:
+            await part(*args)
+        except UserError as error:
+            self.outcome.error = str(error)
+            log.error("%s", error)
+
+    async def open(self) -> None:
+        await self.contender.open()
+
+    async def run(self, level: Level, repeat: int) -> None:
+        contender, plan = self.contender, self.plan
+        at_once, most = level.concurrency or plan.num_prompts, contender.max_concurrency
+        if most is not None and at_once > most:
+            if repeat == 0:
+                self.outcome.notes.append(f"not at {level.label}: it serves {most} request at a time")
+            return
+        if not self._warm:
+            log.info("%s: warming up", contender.name)
+            await contender.warm_up(warm_asks(plan), plan.most_at_once)
+            self._warm = True
+        self._runs.append(await _play_run(contender, plan, level, repeat))
+
+    def conclude(self, level: Level) -> None:
+        """Figures of a level whose repeats have all been run."""
+        runs, self._runs = self._runs, []
+        if len(runs) < self.plan.repeats:
+            return
+        every = [response for run in runs for response in run.responses]
+        figures = level_figures([(run.responses, run.took_s) for run in runs], [run.counted for run in runs])
+        self.outcome.levels.append(LevelResult(level, figures, every))
+        self.outcome.facts = self.contender.facts()  # as they are should the next level fail
+
+    async def finish(self) -> None:
+        self.outcome.facts = self.contender.facts()
+        if isinstance(self.contender, EngineContender):
+            _look_inside(self.contender, self.plan, self.outcome)
 
 
 @dataclasses.dataclass

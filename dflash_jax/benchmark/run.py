@@ -22,7 +22,15 @@ from dflash_jax.benchmark.encoding import Codec
 from dflash_jax.benchmark.engine_contender import EngineContender, Served, serve_llm
 from dflash_jax.benchmark.exactness import Difference, measure_gaps
 from dflash_jax.benchmark.load import make_ask
-from dflash_jax.benchmark.play import Outcome, Plan, add_ceilings, compare_with_plain, plain_answers, plain_of, play
+from dflash_jax.benchmark.play import (
+    Outcome,
+    Plan,
+    add_ceilings,
+    compare_with_plain,
+    plain_answers,
+    plain_of,
+    play_by_turns,
+)
 from dflash_jax.benchmark.reference_contender import ReferenceContender, ReferenceOptions
 from dflash_jax.benchmark.server_contender import ServerContender, ServerOptions
 from dflash_jax.benchmark.synthetic import serve_preset
@@ -235,11 +243,12 @@ class Stage:
 
     def play_all(self, everyone: Sequence[Contender]) -> None:
         try:
-            for contender in everyone:
-                if isinstance(contender, EngineContender) and self.rates is None:
+            for some in [everyone] if self.setting.args.alternate else [[one] for one in everyone]:
+                if self.rates is None and any(isinstance(one, EngineContender) for one in some):
                     self._measure_rates()
-                self.outcomes.append(Outcome(contender.name))
-                asyncio.run(play(contender, self.setting.plan, self.outcomes[-1]))
+                outcomes = [Outcome(one.name) for one in some]
+                self.outcomes += outcomes
+                asyncio.run(play_by_turns(some, self.setting.plan, outcomes))
         finally:
             compare_with_plain(self.outcomes, self.setting.args.preset is not None)
         if self.rates is not None:

@@ -9,7 +9,7 @@ import pytest
 
 from dflash_jax.benchmark.contender import ContenderError
 from dflash_jax.benchmark.load import Level, Sampling, arrivals, run_level
-from dflash_jax.benchmark.play import Outcome, Plan, play
+from dflash_jax.benchmark.play import Outcome, Plan, play, play_by_turns
 from dflash_jax.benchmark.workloads import Item, Workload
 
 from .fakes import FakeContender
@@ -98,6 +98,26 @@ def test_repeats():
     contender = FakeContender()
     outcome = played(contender, plan(Level(concurrency=2), repeats=3))
     assert len(contender.asked) == 18 and len(outcome.levels[0].figures["output_throughput_runs"]) == 3
+
+
+def test_those_that_alternate_take_turns_at_each_repeat_and_one_that_fails_stops_nobody():
+    turns: list[str] = []
+
+    class Turned(FakeContender):
+        async def counters(self) -> None:
+            turns.append(self.name)  # before and after each run
+
+    first, tired, last = Turned("first"), Turned("tired", fails_at=8), Turned("last", max_concurrency=1)
+    outcomes = [Outcome(one.name) for one in (first, tired, last)]
+    its_plan = plan(Level(concurrency=1), Level(concurrency=2), repeats=2)
+    asyncio.run(play_by_turns([first, tired, last], its_plan, outcomes))
+    both_times, then = ["first"] * 2, ["last"] * 2
+    assert turns == [*both_times, *["tired"] * 2, *then, *both_times, "tired", *then, *both_times, *both_times]
+    assert [outcome.error for outcome in outcomes] == [None, "tired is tired", None]
+    assert [[one.level.label for one in outcome.levels] for outcome in outcomes] == [["1", "2"], [], ["1"]]
+    assert all(len(level.figures["output_throughput_runs"]) == 2 for level in outcomes[0].levels)
+    assert outcomes[2].notes == ["not at 2: it serves 1 request at a time"]
+    assert [one.log for one in (first, tired, last)] == [["open", "warm 6", "close"]] * 3
 
 
 def test_a_run_in_which_something_was_compiled_is_run_again():

@@ -39,6 +39,7 @@ def error(capsys: pytest.CaptureFixture[str], *words: str) -> str:
         (["--workload", "chat,,code"], "--workload has an empty name in 'chat,,code'"),
         (["--workload", "missing.jsonl"], "cannot read the workload missing.jsonl: No such file or directory"),
         (["--num-prompts", "0"], "--num-prompts must be at least 1, not 0"),
+        (["--alternate", "--reference"], "--alternate and --reference exclude each other: the reference must be gone"),
         (["--repeats", "0"], "--repeats must be at least 1, not 0"),
         (["--timeout", "0"], "--timeout must be above 0, not 0"),
         (["--synthetic-acceptance", "3"], "--preset and --synthetic-acceptance need each other"),

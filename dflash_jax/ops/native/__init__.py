@@ -18,7 +18,7 @@ from dflash_jax.ops.native.build import CannotBuild, built_library
 
 NAME = "native"  # of the backend
 TARGETS = PRODUCT, ADD_NORM, ATTENTION = "dflash_jax_product", "dflash_jax_add_norm", "dflash_jax_attention"
-OPS = ("block_attention", "prefill_attention", "add_norm")  # that it has a kernel for; the product is `dot`'s, by weight
+OPS = ("block_attention", "prefill_attention", "add_norm")  # its kernels; the product is `dot`'s, by weight
 MOST_ROWS = 16  # of more, XLA's product is as fast (8 of SmolLM2's layers, 2 cores)
 
 
