@@ -133,7 +133,7 @@ def first_of(errors: BaseExceptionGroup[Any]) -> BaseException:
 
 
 class Contender(Protocol):
-    """Opened, warmed up, run level by level, closed; the next one comes after.
+    """Opened, warmed up, run level by level, closed; others may be open meanwhile.
 
     All but `open` and `close` are called between them only.  ContenderError from any method ends its part in the run.
     """

@@ -8,6 +8,7 @@ from typing import Any
 
 STATUS, RESET = Path("/proc/self/status"), Path("/proc/self/clear_refs")
 RESET_PEAK = "5"  # see proc(5)
+THE_PROCESS = "the process"
 
 
 def reset_peak() -> bool:
@@ -34,6 +35,6 @@ def peak_bytes(device: Any, memory: Any) -> dict[str, Any]:
     back between contenders.
     """
     if device.platform == "cpu":
-        return {"peak_memory_bytes": process_peak_bytes(), "peak_memory_of": "the process"}
+        return {"peak_memory_bytes": process_peak_bytes(), "peak_memory_of": THE_PROCESS}
     return {"peak_memory_bytes": sum(n or 0 for n in dataclasses.asdict(memory).values()),
             "peak_memory_of": "weights, pools and scratch"}  # fmt: skip

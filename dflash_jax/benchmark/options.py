@@ -85,7 +85,8 @@ def add_workload(group: Any) -> None:
     group.add_argument("--repeats", type=int, metavar="N", default=DEFAULTS["repeats"], help="runs of each level; the"
                        " table has their median (default: %(default)s)")  # fmt: skip
     group.add_argument("--alternate", action="store_true", help="open all contenders at once and let them take turns at"
-                       " each repeat, for machines whose speed changes; memory must do for all")  # fmt: skip
+                       " each repeat, for machines whose speed changes; memory must do for all (an accelerator needs"
+                       " --kv-cache-bytes)")  # fmt: skip
 
 
 def add_sampling(group: Any) -> None:
@@ -164,6 +165,13 @@ def check(args: argparse.Namespace) -> None:
         raise UserError("--preset is for this engine, and --no-engine leaves it out")
     if not args.engine and not args.server and args.reference is None:
         raise UserError("--no-engine leaves nobody: name a --server or the --reference")
+
+
+def check_memory(args: argparse.Namespace, platform: str) -> None:
+    """UserError where contenders that are open together would get what memory the others left."""
+    if args.alternate and platform != "cpu" and args.kv_cache_bytes is None:
+        raise UserError(f"--alternate on {platform} needs --kv-cache-bytes: by itself the first engine takes most"
+                        " of the memory for its pools, and little is left for the next")  # fmt: skip
 
 
 def option(name: str) -> str:

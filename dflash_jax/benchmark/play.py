@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 import logging
 import time
@@ -13,6 +14,7 @@ from dflash_jax.benchmark.contender import Ask, Contender, Counters, Response
 from dflash_jax.benchmark.engine_contender import EngineContender
 from dflash_jax.benchmark.exactness import Difference, exact_match
 from dflash_jax.benchmark.load import Level, Sampling, make_ask, run_level
+from dflash_jax.benchmark.memory import THE_PROCESS
 from dflash_jax.benchmark.metrics import level_figures
 from dflash_jax.benchmark.record import without_folder
 from dflash_jax.benchmark.workloads import Workload
@@ -99,28 +101,37 @@ class Outcome:
         }
 
 
-async def play(contender: Contender, plan: Plan, outcome: Outcome) -> None:
-    """Open, warm up, measure every level, close.  What fails ends this contender's part and leaves what it has."""
-    await play_by_turns([contender], plan, [outcome])
+async def play(contenders: Sequence[Contender], plan: Plan, outcomes: Sequence[Outcome]) -> None:
+    """Open, warm up, measure every level, close.  What fails ends that contender's part and leaves what it has.
 
-
-async def play_by_turns(contenders: Sequence[Contender], plan: Plan, outcomes: Sequence[Outcome]) -> None:
-    """The same for several, all open at once: what a machine does meanwhile meets each repeat of all of them alike."""
+    Several are open at once and take turns at each repeat: what a machine does meanwhile meets all of them alike.
+    """
     players = [Player(contender, plan, outcome) for contender, outcome in zip(contenders, outcomes, strict=True)]
-    try:
+    async with contextlib.AsyncExitStack() as stack:
         for player in players:
+            stack.push_async_callback(player.close)
             await player.attempt(player.open)
         for level in plan.levels:
-            for repeat in range(plan.repeats):
-                for player in players:
-                    await player.attempt(player.run, level, repeat)
-            for player in players:
-                player.conclude(level)
+            await _play_level(players, level, plan.repeats)
         for player in players:
             await player.attempt(player.finish)
+    if len(players) > 1:
+        for outcome in outcomes:
+            if outcome.facts.get("peak_memory_of") == THE_PROCESS:
+                outcome.facts["peak_memory_of"] += ", with all contenders"
+
+
+async def _play_level(players: Sequence[Player], level: Level, repeats: int) -> None:
+    """When it is interrupted, the repeats that all have done are kept."""
+    done = 0
+    try:
+        for repeat in range(repeats):
+            for player in players:
+                await player.attempt(player.run, level, repeat)
+            done += 1
     finally:
         for player in players:
-            await player.contender.close()
+            await player.attempt(player.conclude, level, done)
 
 
 class Player:
@@ -128,11 +139,11 @@ class Player:
 
     def __init__(self, contender: Contender, plan: Plan, outcome: Outcome):
         self.contender, self.plan, self.outcome = contender, plan, outcome
-        self._warm = False
+        self._warm = self._closed = False
         self._runs: list[Run] = []  # of the present level
 
     async def attempt(self, part: Callable[..., Awaitable[None]], *args: Any) -> None:
-        """A part of its turn; none after one that failed."""
+        """A part of its turn.  One that fails is the last, and gives back what the contender holds."""
         if self.outcome.error is not None:
             return
         try:
@@ -140,6 +151,7 @@ class Player:
         except UserError as error:
             self.outcome.error = str(error)
             log.error("%s", error)
+            await self.close()
 
     async def open(self) -> None:
         await self.contender.open()
@@ -157,10 +169,10 @@ class Player:
             self._warm = True
         self._runs.append(await _play_run(contender, plan, level, repeat))
 
-    def conclude(self, level: Level) -> None:
-        """Figures of a level whose repeats have all been run."""
-        runs, self._runs = self._runs, []
-        if len(runs) < self.plan.repeats:
+    async def conclude(self, level: Level, done: int) -> None:
+        """Figures of so many repeats of a level."""
+        runs, self._runs = self._runs[:done], []
+        if not runs:
             return
         every = [response for run in runs for response in run.responses]
         figures = level_figures([(run.responses, run.took_s) for run in runs], [run.counted for run in runs])
@@ -171,6 +183,11 @@ class Player:
         self.outcome.facts = self.contender.facts()
         if isinstance(self.contender, EngineContender):
             _look_inside(self.contender, self.plan, self.outcome)
+
+    async def close(self) -> None:
+        if not self._closed:
+            self._closed = True
+            await self.contender.close()
 
 
 @dataclasses.dataclass

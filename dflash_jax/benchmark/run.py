@@ -1,4 +1,4 @@
-"""A run: who takes part, one after another; then the table, the JSON file and the charts."""
+"""A run: who takes part, one after another or by turns; then the table, the JSON file and the charts."""
 
 from __future__ import annotations
 
@@ -22,15 +22,7 @@ from dflash_jax.benchmark.encoding import Codec
 from dflash_jax.benchmark.engine_contender import EngineContender, Served, serve_llm
 from dflash_jax.benchmark.exactness import Difference, measure_gaps
 from dflash_jax.benchmark.load import make_ask
-from dflash_jax.benchmark.play import (
-    Outcome,
-    Plan,
-    add_ceilings,
-    compare_with_plain,
-    plain_answers,
-    plain_of,
-    play_by_turns,
-)
+from dflash_jax.benchmark.play import Outcome, Plan, add_ceilings, compare_with_plain, plain_answers, plain_of, play
 from dflash_jax.benchmark.reference_contender import ReferenceContender, ReferenceOptions
 from dflash_jax.benchmark.server_contender import ServerContender, ServerOptions
 from dflash_jax.benchmark.synthetic import serve_preset
@@ -248,7 +240,7 @@ class Stage:
                     self._measure_rates()
                 outcomes = [Outcome(one.name) for one in some]
                 self.outcomes += outcomes
-                asyncio.run(play_by_turns(some, self.setting.plan, outcomes))
+                asyncio.run(play(some, self.setting.plan, outcomes))
         finally:
             compare_with_plain(self.outcomes, self.setting.args.preset is not None)
         if self.rates is not None:
@@ -266,6 +258,7 @@ class Stage:
         args = self.setting.args
         use_platform(args.platform)
         platform, mesh = jax.default_backend(), tensor_mesh(args.tensor_parallel_size or 1)
+        options.check_memory(args, platform)
         for backend in options.split_names("--kernels", args.kernels):
             select(backend, platform, mesh)  # a choice that cannot be had ends the run before it begins
         self.rates = better(self.rates, measure_rates(choose_dtype(args.dtype or "auto", platform)))

@@ -9,7 +9,7 @@ import pytest
 
 from dflash_jax.benchmark.contender import ContenderError
 from dflash_jax.benchmark.load import Level, Sampling, arrivals, run_level
-from dflash_jax.benchmark.play import Outcome, Plan, play, play_by_turns
+from dflash_jax.benchmark.play import Outcome, Plan, play
 from dflash_jax.benchmark.workloads import Item, Workload
 
 from .fakes import FakeContender
@@ -75,7 +75,7 @@ def test_the_first_error_is_raised_as_it_is():
 
 def played(contender: FakeContender, its_plan: Plan) -> Outcome:
     outcome = Outcome(contender.name)
-    asyncio.run(play(contender, its_plan, outcome))
+    asyncio.run(play([contender], its_plan, [outcome]))
     return outcome
 
 
@@ -110,7 +110,7 @@ def test_those_that_alternate_take_turns_at_each_repeat_and_one_that_fails_stops
     first, tired, last = Turned("first"), Turned("tired", fails_at=8), Turned("last", max_concurrency=1)
     outcomes = [Outcome(one.name) for one in (first, tired, last)]
     its_plan = plan(Level(concurrency=1), Level(concurrency=2), repeats=2)
-    asyncio.run(play_by_turns([first, tired, last], its_plan, outcomes))
+    asyncio.run(play([first, tired, last], its_plan, outcomes))
     both_times, then = ["first"] * 2, ["last"] * 2
     assert turns == [*both_times, *["tired"] * 2, *then, *both_times, "tired", *then, *both_times, *both_times]
     assert [outcome.error for outcome in outcomes] == [None, "tired is tired", None]
@@ -118,6 +118,53 @@ def test_those_that_alternate_take_turns_at_each_repeat_and_one_that_fails_stops
     assert all(len(level.figures["output_throughput_runs"]) == 2 for level in outcomes[0].levels)
     assert outcomes[2].notes == ["not at 2: it serves 1 request at a time"]
     assert [one.log for one in (first, tired, last)] == [["open", "warm 6", "close"]] * 3
+
+
+@pytest.mark.parametrize("part", ["open", "warm_up", "facts"])
+def test_one_that_fails_in_any_part_is_closed_at_once_and_stops_nobody(part: str):
+    def fail(*_: Any) -> Any:
+        raise ContenderError(f"no {part}")
+
+    bad, good = FakeContender("bad"), FakeContender("good")
+    setattr(bad, part, fail)
+    outcomes = [Outcome("bad"), Outcome("good")]
+    seen: list[bool] = []
+    good.facts = lambda: seen.append("close" in bad.log) or {"kind": "fake"}  # type: ignore[method-assign]
+    asyncio.run(play([bad, good], plan(Level(concurrency=1)), outcomes))
+    assert outcomes[0].error == f"no {part}" and bad.log.count("close") == 1 and all(seen)
+    assert outcomes[1].error is None and len(outcomes[1].levels) == 1 and good.log[-1] == "close"
+
+
+def test_an_interrupt_keeps_the_repeats_that_all_have_done_and_closes_everybody():
+    class Interrupted(FakeContender):
+        async def generate(self, ask: Any) -> Any:
+            if len(self.asked) == 15:  # in the third of its repeats
+                raise KeyboardInterrupt
+            return await super().generate(ask)
+
+    class Stuck(FakeContender):
+        async def close(self) -> None:
+            await super().close()
+            raise RuntimeError("does not close")
+
+    first, last = Interrupted("first"), Stuck("last")
+    outcomes = [Outcome("first"), Outcome("last")]
+    with pytest.raises((KeyboardInterrupt, RuntimeError)):
+        asyncio.run(play([first, last], plan(Level(concurrency=1), repeats=4), outcomes))
+    assert [len(one.levels[0].figures["output_throughput_runs"]) for one in outcomes] == [2, 2]
+    assert first.log[-1] == last.log[-1] == "close"
+
+
+def test_peaks_of_those_that_are_open_together_are_called_so():
+    outcomes = [Outcome("one"), Outcome("other")]
+    fakes = [FakeContender("one"), FakeContender("other")]
+    for fake in fakes:
+        fake.facts = lambda: {"peak_memory_of": "the process"}  # type: ignore[method-assign]
+    asyncio.run(play(fakes, plan(Level(concurrency=1)), outcomes))
+    assert {one.facts["peak_memory_of"] for one in outcomes} == {"the process, with all contenders"}
+    alone = Outcome("one")
+    asyncio.run(play(fakes[:1], plan(Level(concurrency=1)), [alone]))
+    assert alone.facts["peak_memory_of"] == "the process"
 
 
 def test_a_run_in_which_something_was_compiled_is_run_again():

@@ -7,7 +7,9 @@ import json
 import pytest
 from llm.pairs import FOLDER  # pyright: ignore[reportMissingImports]
 
+from dflash_jax.benchmark import options
 from dflash_jax.benchmark.__main__ import main
+from dflash_jax.errors import UserError
 
 PAIR = ["--target", str(FOLDER / "qwen3-v1" / "target")]
 DRAFT = ["--draft", str(FOLDER / "qwen3-v1" / "draft")]
@@ -103,3 +105,11 @@ def test_compare_nothing_in_common(capsys, tmp_path):
         (tmp_path / f"{name}.json").write_text(json.dumps(document(name, 10.0)))
     told = error(capsys, "compare", str(tmp_path / "a.json"), str(tmp_path / "b.json"))
     assert told.endswith("have no contender and level in common")
+
+
+def test_engines_that_are_open_together_on_an_accelerator_need_to_know_their_pools():
+    words = ["--alternate", *PAIR]
+    with pytest.raises(UserError, match="--alternate on gpu needs --kv-cache-bytes"):
+        options.check_memory(options.parse(words), "gpu")
+    options.check_memory(options.parse([*words, "--kv-cache-bytes", "1000000"]), "gpu")
+    options.check_memory(options.parse(words), "cpu")

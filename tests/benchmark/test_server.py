@@ -43,7 +43,7 @@ def measured(manner: Manner, requests: int = 4, at_once: int = 2) -> tuple[Level
     plan = Plan(Workload("fake", items), (Level(concurrency=at_once),), requests)
     outcome = Outcome("fake")
     with serving(manner) as (url, seen):
-        asyncio.run(play(contender(url), plan, outcome))
+        asyncio.run(play([contender(url)], plan, [outcome]))
     assert outcome.error is None
     return outcome.levels[0], seen
 

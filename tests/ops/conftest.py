@@ -19,7 +19,7 @@ HOSTED_IN = (
     "test_accept", "test_block", "test_head", "test_attention", "test_projected", "test_top_tokens", "test_norm",
     "test_products",
 )  # fmt: skip
-NATIVE_IN = ("test_attention", "test_projected")  # all other ops are XLA's there; its products: test_native
+NATIVE_IN = ("test_attention", "test_projected", "test_norm")  # all other ops are XLA's; its products: test_native
 
 
 def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:

@@ -55,8 +55,9 @@ def test_a_row_is_the_same_to_the_last_bit_however_many_it_comes_with(k: int, n:
 @pytest.mark.parametrize("without", ["-mno-avx512f", "-mno-avx"])
 def test_processors_with_less(without: str, tmp_path: Path):
     """The same tests of products and attention, with kernels made for a processor that has not all instructions."""
-    asked = "float64s or last_bit or many_at_once or not_a_number or read_nothing_else"
-    command = [sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider", "-k", asked, __file__]
+    asked = "float64s or last_bit or many_at_once or not_a_number or many_tiles or (native and not test_native)"
+    files = [__file__, *(str(Path(__file__).with_name(f"test_{name}.py")) for name in ("norm", "attention"))]
+    command = [sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider", "-k", asked, *files]
     compiler = f"{build.find_compiler()[0]} {without}"
     done = subprocess.run(
         command, env={**os.environ, "CXX": compiler, "DFLASH_JAX_CACHE": str(tmp_path)}, capture_output=True, text=True
@@ -119,6 +120,18 @@ def test_lengths_and_tables_beyond_what_there_is_read_nothing_else():
         lengths = good.at[2].set(wild)
         found = native.block_attention(q, kv, pool, jnp.asarray(table), lengths, causal=True)
         np.testing.assert_allclose(found[:2], expected[:2], rtol=1e-5, atol=1e-5)
+
+
+@here
+@pytest.mark.parametrize("causal", [True, False])
+@pytest.mark.parametrize("window", [None, 1, 10, 64])
+def test_a_window_and_many_tiles_of_rows(window: int | None, causal: bool):
+    """24 rows of three query heads each, some with a window that begins within the chunk, off the pages' edges."""
+    q, kv, pool = drawn(2, 24, 6, 20), drawn(2, 24, 2, 2, 20), drawn(9, 2, 2, 8, 20)
+    table, lengths = jnp.asarray([[1, 2, 3, 4], [5, 6, 7, 8]], jnp.int32), jnp.asarray([27, 3], jnp.int32)
+    found = native.block_attention(q, kv, pool, table, lengths, causal=causal, window=window)
+    expected = reference.paged_attention(q, kv, pool, table, lengths, causal=causal, window=window)
+    np.testing.assert_allclose(found, expected, rtol=1e-5, atol=1e-5)
 
 
 # -- who is chosen -----------------------------------------------------------------------------------------------------
