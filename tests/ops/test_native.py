@@ -123,11 +123,12 @@ def test_lengths_and_tables_beyond_what_there_is_read_nothing_else():
 
 
 @here
+@pytest.mark.parametrize("rows", [24, 130])
 @pytest.mark.parametrize("causal", [True, False])
 @pytest.mark.parametrize("window", [None, 1, 10, 64])
-def test_a_window_and_many_tiles_of_rows(window: int | None, causal: bool):
-    """24 rows of three query heads each, some with a window that begins within the chunk, off the pages' edges."""
-    q, kv, pool = drawn(2, 24, 6, 20), drawn(2, 24, 2, 2, 20), drawn(9, 2, 2, 8, 20)
+def test_a_window_and_many_tiles_of_rows(window: int | None, causal: bool, rows: int):
+    """Rows of three query heads each, some with a window that begins within the chunk, off the pages' edges."""
+    q, kv, pool = drawn(2, rows, 6, 20), drawn(2, rows, 2, 2, 20), drawn(9, 2, 2, 8, 20)
     table, lengths = jnp.asarray([[1, 2, 3, 4], [5, 6, 7, 8]], jnp.int32), jnp.asarray([27, 3], jnp.int32)
     found = native.block_attention(q, kv, pool, table, lengths, causal=causal, window=window)
     expected = reference.paged_attention(q, kv, pool, table, lengths, causal=causal, window=window)

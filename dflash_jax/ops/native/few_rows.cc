@@ -37,6 +37,7 @@ constexpr int kLanes = 8, kSums = 12;
 #endif
 constexpr int kRows = 8;                     // of a tile, at most
 constexpr int64_t kBlock = 48;               // columns that a thread takes at once, and all rows meet
+constexpr int64_t kLongBlock = 128;          // rows of a block for which a thread takes several tiles at once
 constexpr int64_t kNormFloats = 16384;       // that a thread norms at once: to wake another for fewer takes longer
 constexpr int64_t kLineFloats = 16;          // of a cache line
 constexpr float kLeast = -87.0f;             // e to the power of less is 0 here
@@ -321,35 +322,47 @@ float Soften(float* scores, int64_t begin, int64_t from, int64_t length, int64_t
   return total;
 }
 
-// Queries first … end of a request and its key/value head g: query m is row m / R of the block and head m % R of g's.
-void Attend(const Shape& a, const float* q, const float* kv, const float* pool, const int32_t* table, int64_t length,
-            int64_t g, int64_t first, int64_t end, float* out) {
-  // Of the block, what the last of these rows sees; the keys and values of the others are not looked at.
-  const int64_t own = a.causal ? (end - 1) / a.group + 1 : a.block;
-  const int64_t rows = end - first, all = length + own, head = a.page * a.dim;
-  static thread_local std::vector<float> queries, scores, keys, values, mixed;
-  queries.resize(rows * a.dim), scores.resize(rows * all), mixed.resize(rows * a.dim);
-  keys.resize(own * a.dim), values.resize(own * a.dim);
-  const float scale = 1.0f / std::sqrt(static_cast<float>(a.dim));
-  auto place = [&](int64_t m) { return (m / a.group * a.heads + g * a.group + m % a.group) * a.dim; };
-  for (int64_t r = 0; r < rows; ++r)
-    for (int64_t d = 0; d < a.dim; ++d) queries[r * a.dim + d] = q[place(first + r) + d] * scale;
-  for (int64_t j = 0; j < own; ++j) {
-    const float *key = kv + (j * 2 * a.kv_heads + g) * a.dim, *value = key + a.kv_heads * a.dim;
-    // What is not a number in a value counts through the key: it spoils all of the rows that see it, and no others.
+// Of a request and its key/value head g, whose query m is row m / R of the block and head m % R of g's.
+struct Head {
+  const float *q, *kv, *pool;  // the request's [B, N, D] and [B, 2, G, D], and all pages
+  const int32_t* table;
+  int64_t length, g;
+  float* out;  // [B, N, D]
+};
+
+// The block's own keys and values of a head, [rows, D] each.  What is not a number in a value counts through the key: it
+// spoils all of the rows that see it, and no others.
+void OwnTokens(const Shape& a, const Head& h, int64_t rows, float* keys, float* values) {
+  for (int64_t j = 0; j < rows; ++j) {
+    const float *key = h.kv + (j * 2 * a.kv_heads + h.g) * a.dim, *value = key + a.kv_heads * a.dim;
     const bool spoilt = std::any_of(value, value + a.dim, [](float x) { return x != x; });
     for (int64_t d = 0; d < a.dim; ++d) {
       keys[j * a.dim + d] = spoilt ? std::numeric_limits<float>::quiet_NaN() : key[d];
       values[j * a.dim + d] = value[d] == value[d] ? value[d] : 0.0f;
     }
   }
+}
+
+// Of the block, what the queries before `end` see.
+inline int64_t Seen(const Shape& a, int64_t end) { return a.causal ? (end - 1) / a.group + 1 : a.block; }
+
+// A tile: queries first … end, at most kRows.
+void AttendTile(const Shape& a, const Head& h, const float* keys, const float* values, int64_t first, int64_t end) {
+  const int64_t own = Seen(a, end), length = h.length;
+  const int64_t rows = end - first, all = length + own, head = a.page * a.dim;
+  static thread_local std::vector<float> queries, scores, mixed;
+  queries.resize(rows * a.dim), scores.resize(rows * all), mixed.resize(rows * a.dim);
+  const float scale = 1.0f / std::sqrt(static_cast<float>(a.dim));
+  auto place = [&](int64_t m) { return (m / a.group * a.heads + h.g * a.group + m % a.group) * a.dim; };
+  for (int64_t r = 0; r < rows; ++r)
+    for (int64_t d = 0; d < a.dim; ++d) queries[r * a.dim + d] = h.q[place(first + r) + d] * scale;
   const int64_t oldest = a.window ? std::max<int64_t>(0, length + first / a.group - a.window + 1) : 0;
-  const Tokens tokens{pool + g * head, table, values.data(), std::min(oldest / a.page * a.page, length), length,
+  const Tokens tokens{h.pool + h.g * head, h.table, values, std::min(oldest / a.page * a.page, length), length,
                       own, a.page, 2 * a.kv_heads * head, a.pages};
 
   for (int64_t t = tokens.begin; t < length; t += a.page)
     kParts[rows](queries.data(), tokens.Page(t), scores.data() + t, a.dim, all, 0, std::min(a.page, length - t));
-  kParts[rows](queries.data(), keys.data(), scores.data() + length, a.dim, all, 0, own);
+  kParts[rows](queries.data(), keys, scores.data() + length, a.dim, all, 0, own);
 
   float totals[kRows];
   for (int64_t r = 0; r < rows; ++r) {
@@ -361,7 +374,16 @@ void Attend(const Shape& a, const float* q, const float* kv, const float* pool, 
   }
   kMixings[rows](tokens, scores.data(), a.dim, a.kv_heads * head, mixed.data());
   for (int64_t r = 0; r < rows; ++r)
-    for (int64_t d = 0; d < a.dim; ++d) out[place(first + r) + d] = mixed[r * a.dim + d] / totals[r];
+    for (int64_t d = 0; d < a.dim; ++d) h.out[place(first + r) + d] = mixed[r * a.dim + d] / totals[r];
+}
+
+void Attend(const Shape& a, const Head& h, int64_t first, int64_t end) {
+  const int64_t own = Seen(a, end);
+  static thread_local std::vector<float> keys, values;
+  keys.resize(own * a.dim), values.resize(own * a.dim);
+  OwnTokens(a, h, own, keys.data(), values.data());
+  for (; first < end; first += kRows)
+    AttendTile(a, h, keys.data(), values.data(), first, std::min<int64_t>(end, first + kRows));
 }
 
 ffi::Error Attention(ffi::ThreadPool threads, ffi::Buffer<ffi::F32> q_in, ffi::Buffer<ffi::F32> kv_in,
@@ -373,12 +395,14 @@ ffi::Error Attention(ffi::ThreadPool threads, ffi::Buffer<ffi::F32> q_in, ffi::B
   const float *q = q_in.typed_data(), *kv = kv_in.typed_data(), *pool = pool_in.typed_data();
   const int32_t *table = table_in.typed_data(), *lengths = lengths_in.typed_data();
   float* out = result->typed_data();
-  const int64_t queries = a.block * a.group, tiles = (queries + kRows - 1) / kRows;
-  Share(threads, sizes[0] * a.kv_heads * tiles, [=](int64_t piece) {
-    const int64_t s = piece / (a.kv_heads * tiles), g = piece / tiles % a.kv_heads, first = piece % tiles * kRows;
+  const int64_t some = (a.block < kLongBlock ? 1 : 8) * kRows;  // queries that share a copy of the block's own tokens
+  const int64_t queries = a.block * a.group, shares = (queries + some - 1) / some, row = a.heads * a.dim;
+  Share(threads, sizes[0] * a.kv_heads * shares, [=](int64_t piece) {
+    const int64_t s = piece / (a.kv_heads * shares), g = piece / shares % a.kv_heads, first = piece % shares * some;
     const int64_t length = std::clamp<int64_t>(lengths[s], 0, a.width * a.page);
-    Attend(a, q + s * a.block * a.heads * a.dim, kv + s * a.block * 2 * a.kv_heads * a.dim, pool, table + s * a.width,
-           length, g, first, std::min(queries, first + kRows), out + s * a.block * a.heads * a.dim);
+    const Head head{q + s * a.block * row, kv + s * a.block * 2 * a.kv_heads * a.dim, pool, table + s * a.width,
+                    length, g, out + s * a.block * row};
+    Attend(a, head, first, std::min(queries, first + some));
   });
   return ffi::Error::Success();
 }
