@@ -106,19 +106,16 @@ async def play(contenders: Sequence[Contender], plan: Plan, outcomes: Sequence[O
 
     Several are open at once and take turns at each repeat: what a machine does meanwhile meets all of them alike.
     """
-    players = [Player(contender, plan, outcome) for contender, outcome in zip(contenders, outcomes, strict=True)]
+    alone = len(contenders) == 1
+    players = [Player(one, plan, outcome, alone) for one, outcome in zip(contenders, outcomes, strict=True)]
     async with contextlib.AsyncExitStack() as stack:
         for player in players:
             stack.push_async_callback(player.close)
-            await player.attempt(player.open)
+            await player.attempt(player.contender.open)
         for level in plan.levels:
             await _play_level(players, level, plan.repeats)
         for player in players:
             await player.attempt(player.finish)
-    if len(players) > 1:
-        for outcome in outcomes:
-            if outcome.facts.get("peak_memory_of") == THE_PROCESS:
-                outcome.facts["peak_memory_of"] += ", with all contenders"
 
 
 async def _play_level(players: Sequence[Player], level: Level, repeats: int) -> None:
@@ -137,9 +134,9 @@ async def _play_level(players: Sequence[Player], level: Level, repeats: int) -> 
 class Player:
     """A contender and what became of it so far."""
 
-    def __init__(self, contender: Contender, plan: Plan, outcome: Outcome):
-        self.contender, self.plan, self.outcome = contender, plan, outcome
-        self._warm = self._closed = False
+    def __init__(self, contender: Contender, plan: Plan, outcome: Outcome, alone: bool):
+        self.contender, self.plan, self.outcome, self.alone = contender, plan, outcome, alone
+        self._closed = False
         self._runs: list[Run] = []  # of the present level
 
     async def attempt(self, part: Callable[..., Awaitable[None]], *args: Any) -> None:
@@ -153,9 +150,6 @@ class Player:
             log.error("%s", error)
             await self.close()
 
-    async def open(self) -> None:
-        await self.contender.open()
-
     async def run(self, level: Level, repeat: int) -> None:
         contender, plan = self.contender, self.plan
         at_once, most = level.concurrency or plan.num_prompts, contender.max_concurrency
@@ -163,10 +157,9 @@ class Player:
             if repeat == 0:
                 self.outcome.notes.append(f"not at {level.label}: it serves {most} request at a time")
             return
-        if not self._warm:
+        if not self._runs and not self.outcome.levels:
             log.info("%s: warming up", contender.name)
             await contender.warm_up(warm_asks(plan), plan.most_at_once)
-            self._warm = True
         self._runs.append(await _play_run(contender, plan, level, repeat))
 
     async def conclude(self, level: Level, done: int) -> None:
@@ -177,10 +170,16 @@ class Player:
         every = [response for run in runs for response in run.responses]
         figures = level_figures([(run.responses, run.took_s) for run in runs], [run.counted for run in runs])
         self.outcome.levels.append(LevelResult(level, figures, every))
-        self.outcome.facts = self.contender.facts()  # as they are should the next level fail
+        self._take_facts()  # as they are should the next level fail
+
+    def _take_facts(self) -> None:
+        facts = self.contender.facts()
+        if not self.alone and facts.get("peak_memory_of") == THE_PROCESS:
+            facts["peak_memory_of"] = f"{THE_PROCESS}, with all contenders"
+        self.outcome.facts = facts
 
     async def finish(self) -> None:
-        self.outcome.facts = self.contender.facts()
+        self._take_facts()
         if isinstance(self.contender, EngineContender):
             _look_inside(self.contender, self.plan, self.outcome)
 

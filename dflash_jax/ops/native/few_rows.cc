@@ -6,7 +6,7 @@
 // is used for all rows while it is there.  Nothing is packed, as general matrix products do first.
 //
 // Attention means what `ops/reference/attention.py` says.  XLA makes a dozen programs a layer of it, some microseconds
-// each; here threads take eight queries of one key/value head at a time.
+// each; here threads take eight queries of one key/value head at a time, or eight times as many of a long block.
 
 #if defined(__AVX2__)
 #include <immintrin.h>
@@ -150,7 +150,8 @@ struct Work {
   std::atomic<int64_t> arrived{0}, done{0};
 
   Work(int64_t pieces, int64_t threads, std::function<void(int64_t)> f) : run(std::move(f)), ranges(threads) {
-    for (int64_t i = 0; i < threads; ++i) ranges[i].next = i * pieces / threads, ranges[i].end = (i + 1) * pieces / threads;
+    for (int64_t i = 0; i < threads; ++i)
+      ranges[i].next = i * pieces / threads, ranges[i].end = (i + 1) * pieces / threads;
   }
 
   void Take() {
@@ -239,11 +240,11 @@ struct Shape {
   bool causal;
 };
 
-// The tokens that a tile of queries meets: committed ones from `begin` on, in pages, and then the block's own.
+// The tokens that a tile of queries meets: committed ones from `begin` on, in pages, and then the block's first `block`.
 struct Tokens {
   const float* pool;
   const int32_t* table;
-  const float* own;  // values [B, D] of the block
+  const float* own;  // their values [block, D]
   int64_t begin, length, block, page, page_floats, pages;
 
   // Of a table entry that is none (a slot that nobody reads) some page, as XLA's gather has it.
