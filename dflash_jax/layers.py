@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import Any
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -11,11 +11,11 @@ from jax import Array
 
 from dflash_jax import axes
 from dflash_jax.config import AttentionShape, RopeConfig, inverse_frequencies
-from dflash_jax.ops import XLA, Kernels, align, dot, flat_inputs, gated, rms_norm
+from dflash_jax.ops import XLA, Kernels, Turned, align, dot, flat_inputs, gated, rms_norm
 from dflash_jax.params import Params, ParamSpec
 
 __all__ = [
-    "attention_specs", "dot", "layer_specs", "mlp_specs", "norm_spec", "norms_between", "project_out",
+    "Following", "attention_specs", "dot", "followers", "layer_specs", "mlp_specs", "norm_spec", "project_out",
     "project_out_norm", "project_qkv", "rms_norm", "rope_tables", "swiglu", "swiglu_norm",
 ]  # fmt: skip
 
@@ -88,9 +88,19 @@ def layer_specs(config: AttentionShape, mlp_bias: bool = False) -> dict[str, Any
     }
 
 
-def norms_between(params: Params) -> list[Array]:
-    """What a model's hidden state is normed by before each layer, and after the last one: L + 1 weights [H]."""
-    return [*(layer["input_norm"] for layer in params["layers"]), params["norm"]]
+class Following(NamedTuple):
+    """What comes after a sum: the norm [H] of it, and the weight that the norm is multiplied by."""
+
+    norm: Array
+    weight: Array | Turned | None = None
+
+
+def followers(params: Params) -> list[Following]:
+    """What comes after each layer.  The last has the first's projection, which nothing reads next: so that equal layers
+    are called alike, and traced once."""
+    layers = params["layers"]
+    norms = *(layer["input_norm"] for layer in layers[1:]), params["norm"]
+    return [Following(norm, layer["attn"]["qkv"]) for norm, layer in zip(norms, (*layers[1:], layers[0]), strict=True)]
 
 
 def project_qkv(p: Params, x: Array, kernels: Kernels = XLA) -> Array:
@@ -106,12 +116,12 @@ def project_out(p: Params, attended: Array) -> Array:
 
 
 def project_out_norm(
-    p: Params, attended: Array, x: Array, norm: Array, eps: float, kernels: Kernels
+    p: Params, attended: Array, x: Array, then: Following, eps: float, kernels: Kernels
 ) -> tuple[Array, Array]:
     """x [S, B, H] + `project_out`, and the norm of it."""
     if "o_bias" in p:
-        return kernels.add_norm(x, project_out(p, attended), norm, eps)
-    return kernels.project_add_norm(x, _flat_heads(attended), flat_inputs(p["o"], 2), norm, eps)
+        return kernels.add_norm(x, project_out(p, attended), then.norm, eps)
+    return kernels.project_add_norm(x, _flat_heads(attended), flat_inputs(p["o"], 2), then.norm, eps, then.weight)
 
 
 def _flat_heads(attended: Array) -> Array:
@@ -124,11 +134,13 @@ def swiglu(p: Params, y: Array, kernels: Kernels = XLA) -> Array:
     return y + align(p["down_bias"], y) if "down_bias" in p else y
 
 
-def swiglu_norm(p: Params, y: Array, x: Array, norm: Array, eps: float, kernels: Kernels) -> tuple[Array, Array]:
+def swiglu_norm(
+    p: Params, y: Array, x: Array, then: Following, eps: float, kernels: Kernels
+) -> tuple[Array, Array]:
     """x [S, B, H] + `swiglu` of y, and the norm of it."""
     if "down_bias" in p:
-        return kernels.add_norm(x, swiglu(p, y, kernels), norm, eps)
-    return kernels.project_add_norm(x, _gated(p, y, kernels), p["down"], norm, eps)
+        return kernels.add_norm(x, swiglu(p, y, kernels), then.norm, eps)
+    return kernels.project_add_norm(x, _gated(p, y, kernels), p["down"], then.norm, eps, then.weight)
 
 
 def _gated(p: Params, y: Array, kernels: Kernels) -> Array:

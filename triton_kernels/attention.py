@@ -10,6 +10,7 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
+from .early import LINE_BITS, ask
 from .writing import halves, joined, turned, unturned
 
 NOTHING = tl.constexpr(-3.0e38)  # a best score before any: finite, so that no difference of infinities arises
@@ -76,15 +77,13 @@ def _hurry(
 ):  # fmt: skip
     """Asks for the first AHEAD tokens' pages: they come to the chip's cache while the queries are prepared."""
     if AHEAD > 0:
-        LINE: tl.constexpr = 1024 // pool_ref.dtype.element_ty.primitive_bitwidth  # numbers of 128 bytes
+        LINE: tl.constexpr = LINE_BITS // pool_ref.dtype.element_ty.primitive_bitwidth
         LINES: tl.constexpr = triton.next_power_of_2(triton.cdiv(D, LINE))
         at = tl.maximum(tl.minimum(start + tl.arange(0, AHEAD), end - 1), 0)
         line = tl.minimum(tl.arange(0, LINES) * LINE, D - 1)
         keys = pool_ref + _beginnings(table_ref, s, g, at, W, G, C, D)[:, None] + line[None, :]
         for side in tl.static_range(2):
-            tl.inline_asm_elementwise(
-                "prefetch.global.L2 [$1]; mov.u32 $0, 0;", "=r,l", [keys + side * (G * C * D)], tl.int32, False, 1
-            )
+            ask(keys + side * (G * C * D))
 
 
 @triton.jit
@@ -269,19 +268,23 @@ def _keep(pool_ref, to, first, second, mine, D: tl.constexpr, BH: tl.constexpr):
 def combine(
     part_ref, stats_ref, out_ref,
     B: tl.constexpr, G: tl.constexpr, R: tl.constexpr, D: tl.constexpr, BD: tl.constexpr, M: tl.constexpr,
-    PARTS: tl.constexpr, PP: tl.constexpr,
+    PARTS: tl.constexpr, PP: tl.constexpr, ROWS: tl.constexpr,
 ):  # fmt: skip
-    """Grid (requests · G, B · R): all parts of a row of queries, at once, become its place in out [S, B, G·R, D]."""
-    sg, m = tl.program_id(0), tl.program_id(1)
+    """Grid (requests · G, tiles of ROWS of B · R rows of queries): all parts of a row become its place in out
+    [S, B, G·R, D]."""
+    sg, m = tl.program_id(0), tl.program_id(1) * ROWS + tl.arange(0, ROWS)
     s, g, tile, lane = sg // G, sg % G, m // M, m % M
     i, d = tl.arange(0, PP), tl.arange(0, BD)
-    part = (sg * tl.cdiv(B * R, M) + tile) * PARTS + i
-    there, inside = i < PARTS, d < D
-    best = tl.load(stats_ref + part * 2 * M + lane, mask=there, other=NOTHING)
-    total = tl.load(stats_ref + part * 2 * M + M + lane, mask=there, other=0.0)
-    ok = there[:, None] & inside[None, :]
-    mixed = tl.load(part_ref + (part * M + lane)[:, None] * D + d[None, :], mask=ok, other=0.0).to(tl.float32)
-    weight = tl.exp2(best - tl.max(best, axis=0))
-    out = tl.sum(mixed * weight[:, None], axis=0) / tl.sum(total * weight, axis=0)
-    at = ((s * B + m // R) * (G * R) + g * R + m % R) * D
-    tl.store(out_ref + at + d, out.to(out_ref.dtype.element_ty), mask=inside)
+    part = (sg * tl.cdiv(B * R, M) + tile)[None, :] * PARTS + i[:, None]  # [PP, ROWS]
+    asked, inside = m < B * R, d < D
+    there = (i < PARTS)[:, None] & asked[None, :]
+    at = part * 2 * M + lane[None, :]
+    best = tl.load(stats_ref + at, mask=there, other=NOTHING)
+    total = tl.load(stats_ref + at + M, mask=there, other=0.0)
+    ok = there[:, :, None] & inside[None, None, :]
+    at = (part * M + lane[None, :])[:, :, None] * D + d[None, None, :]
+    mixed = tl.load(part_ref + at, mask=ok, other=0.0).to(tl.float32)
+    weight = tl.exp2(best - tl.max(best, axis=0)[None, :])
+    out = tl.sum(mixed * weight[:, :, None], axis=0) / tl.sum(total * weight, axis=0)[:, None]
+    at = ((s * B + m // R) * (G * R) + g * R + m % R)[:, None] * D + d[None, :]
+    tl.store(out_ref + at, out.to(out_ref.dtype.element_ty), mask=asked[:, None] & inside[None, :])

@@ -18,6 +18,8 @@ from .norms import add_norm_row, add_shares_norm
 from .products import gated_tile, share_of_product
 from .rounds import accept_block, place_block
 from .tiles import (
+    ASKED_EARLY,
+    PROGRAMS,
     ProductCut,
     Tiles,
     attention_tiles,
@@ -26,6 +28,7 @@ from .tiles import (
     power_of_two,
     product_cut,
     row_warps,
+    rows_to_combine,
     whole_cut,
 )
 from .writing import inject_write, norm_rope_write
@@ -142,9 +145,11 @@ class _Attention:
         if self.tiles.shares == 1:
             return out
         c, padded = self.constants, power_of_two(self.tiles.parts, 2)
+        streams, lanes = self.shape[0] * self.kv_heads, c["B"] * c["R"]
+        rows = rows_to_combine(streams, lanes)
         return launch(
-            combine, part, stats, out=self.outputs[0], grid=(self.shape[0] * self.kv_heads, c["B"] * c["R"]),
-            num_warps=max(1, padded * c["BD"] // LANES_OF_A_WARP), PARTS=self.tiles.parts, PP=padded,
+            combine, part, stats, out=self.outputs[0], grid=(streams, -(-lanes // rows)),
+            num_warps=max(1, padded * rows * c["BD"] // LANES_OF_A_WARP), PARTS=self.tiles.parts, PP=padded, ROWS=rows,
             **{name: c[name] for name in ("B", "G", "R", "D", "BD", "M")},
         )  # fmt: skip
 
@@ -196,10 +201,13 @@ def add_norm(x: Array, delta: Array, weight: Array, eps: float) -> tuple[Array, 
     )  # fmt: skip
 
 
-def project_add_norm(x: Array, y: Array, w: Array, norm: Array, eps: float) -> tuple[Array, Array]:
+def project_add_norm(
+    x: Array, y: Array, w: Array, norm: Array, eps: float, ahead: Array | None = None
+) -> tuple[Array, Array]:
     """As the reference op: x + y·w and its norm, each [..., H], of y [..., K] and w [K, H].
 
-    With few rows the product stays in shares [shares, rows, H], which the norm's kernel adds up.
+    With few rows the product stays in shares [shares, rows, H], which the norm's kernel adds up.  While it does, a
+    small weight `ahead` is asked for.
     """
     (k, h), rows = w.shape, math.prod(x.shape[:-1])
     cut = product_cut(rows, k, h, x.dtype.itemsize)
@@ -212,9 +220,12 @@ def project_add_norm(x: Array, y: Array, w: Array, norm: Array, eps: float) -> t
         N=h, STEPS=steps,
     )  # fmt: skip
     shape, lanes = ShapeDtypeStruct(x.shape, x.dtype), power_of_two(h)
+    early = ahead if ahead is not None and ahead.nbytes <= ASKED_EARLY else None
+    asking = 0 if early is None else PROGRAMS // 2
     return launch(
-        add_shares_norm, x, part, norm, out=(shape, shape), grid=(rows,), num_warps=row_warps(lanes), eps=eps,
-        SHARES=shares, H=h, BH=lanes,
+        add_shares_norm, x, part, norm, norm if early is None else early, out=(shape, shape), grid=(rows + asking,),
+        num_warps=row_warps(lanes), eps=eps, ROWS=rows, SHARES=shares, H=h, BH=lanes,
+        AHEAD=0 if early is None else early.size, LANES=32 * row_warps(lanes),
     )  # fmt: skip
 
 

@@ -5,6 +5,8 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
+from .early import ask_for_share
+
 
 @triton.jit
 def _kept(x, delta, at, h, weight_ref, sum_ref, normed_ref, eps: tl.constexpr, H: tl.constexpr):
@@ -37,16 +39,23 @@ def add_norm_row(
 
 @triton.jit
 def add_shares_norm(
-    x_ref, part_ref, weight_ref, sum_ref, normed_ref,
-    eps: tl.constexpr, SHARES: tl.constexpr, H: tl.constexpr, BH: tl.constexpr,
+    x_ref, part_ref, weight_ref, ahead_ref, sum_ref, normed_ref,
+    eps: tl.constexpr, ROWS: tl.constexpr, SHARES: tl.constexpr, H: tl.constexpr, BH: tl.constexpr,
+    AHEAD: tl.constexpr, LANES: tl.constexpr,
 ):  # fmt: skip
-    """`add_norm_row` of a delta that is the sum of part float32 [SHARES, rows, H], rounded to x's type."""
+    """`add_norm_row` of a delta that is the sum of part float32 [SHARES, rows, H], rounded to x's type.
+
+    Grid (rows, and with AHEAD more): programs past ROWS ask for the AHEAD numbers of `ahead`, LANES lines at a time.
+    """
     row, h = tl.program_id(0), tl.arange(0, BH)
-    inside = h < H
-    at = row.to(tl.int64) * H + h
-    x = tl.load(x_ref + at, mask=inside, other=0.0).to(tl.float32)
-    delta = tl.zeros([BH], tl.float32)
-    for share in tl.static_range(SHARES):
-        delta += tl.load(part_ref + share * tl.num_programs(0) * H + at, mask=inside, other=0.0)
-    delta = delta.to(x_ref.dtype.element_ty).to(tl.float32)
-    _kept(x, delta, at, h, weight_ref, sum_ref, normed_ref, eps, H)
+    if row >= ROWS:
+        ask_for_share(ahead_ref, row - ROWS, tl.num_programs(0) - ROWS, AHEAD, LANES)
+    else:
+        inside = h < H
+        at = row.to(tl.int64) * H + h
+        x = tl.load(x_ref + at, mask=inside, other=0.0).to(tl.float32)
+        delta = tl.zeros([BH], tl.float32)
+        for share in tl.static_range(SHARES):
+            delta += tl.load(part_ref + share * (ROWS * H) + at, mask=inside, other=0.0)
+        delta = delta.to(x_ref.dtype.element_ty).to(tl.float32)
+        _kept(x, delta, at, h, weight_ref, sum_ref, normed_ref, eps, H)

@@ -22,6 +22,7 @@ PROGRAMS = 264  # to keep 132 multiprocessors busy, two programs on each
 MOST_SHARES = 32
 FEW_ROWS = 16  # of a product that is as fast as its weight is read
 MORE_ROWS = {"9.0": 128}  # the same by compute capability, where more were measured; their tiles take up to 192 KB
+ASKED_EARLY = 4 << 20  # bytes: a weight that comes to the chip's cache while a norm is computed
 WIDE = 2048  # columns of a weight that fill a chip without being cut small
 TUNED = Path(__file__).with_name("tuned.json")
 Kind = TypeVar("Kind")
@@ -52,12 +53,14 @@ def power_of_two(n: int, least: int = 16) -> int:
 
 
 class Load(NamedTuple):
-    """What a launch of attention has to do: requests · key/value heads, rows · query heads of each, and head_dim D."""
+    """What a launch of attention has to do: requests · key/value heads, rows · query heads of each, head_dim D, and
+    committed tokens that a request's pages hold at most."""
 
     streams: int
     lanes: int
     head_dim: int
     float32: bool
+    width: int
 
 
 class Cut(NamedTuple):
@@ -75,7 +78,7 @@ def attention_tiles(
     requests: int, rows: int, kv_heads: int, group: int, head_dim: int, width: int, float32: bool
 ) -> Tiles:
     """For `rows` rows of `group` query heads on each of `kv_heads`, over tables of `width` committed tokens at most."""
-    load = Load(requests * kv_heads, rows * group, head_dim, float32)
+    load = Load(requests * kv_heads, rows * group, head_dim, float32, width)
     cut = _forced(Cut) or tuned(load, _chip()) or rule_of_thumb(load)
     wanted = cut.programs // (load.streams * -(-load.lanes // cut.lanes))
     shares = max(1, min(wanted, -(-width // (2 * cut.tokens)), MOST_SHARES))
@@ -91,11 +94,28 @@ def rule_of_thumb(load: Load) -> Cut:
 
 
 def tuned(load: Load, chip: str | None) -> Cut | None:
-    """What was best on `chip` (a compute capability) for such rows at the nearest number of streams; None: unknown."""
-    alike = [(one, cut) for of, one, cut in _table() if of == chip and one._replace(streams=load.streams) == load]
+    """What was best on `chip` (a compute capability) for such rows at the nearest number of streams, and of those for
+    pages of the nearest width; None: unknown."""
+    alike = {
+        one: cut for of, one, cut in _table()
+        if of == chip and one._replace(streams=load.streams, width=load.width) == load
+    }  # fmt: skip
     if not alike:
         return None
-    return min(alike, key=lambda pair: abs(math.log2(pair[0].streams / load.streams)))[1]
+
+    def distance(one: Load) -> tuple[float, float]:
+        return abs(math.log2(one.streams / load.streams)), abs(math.log2(one.width / load.width))
+
+    return alike[min(alike, key=distance)]
+
+
+def rows_to_combine(streams: int, lanes: int) -> int:
+    """Rows of queries that a program of `combine` takes: one, unless that makes more programs than a chip starts at
+    once."""
+    rows = 1
+    while rows < 8 and streams * lanes >= 4 * PROGRAMS * rows:
+        rows *= 2
+    return rows
 
 
 @contextlib.contextmanager
@@ -178,7 +198,7 @@ def product_cut(rows: int, k: int, n: int, itemsize: int) -> ProductCut | None:
         return cut
     wide = n >= WIDE
     if wide and _more_rows(rows, itemsize):
-        return ProductCut(128, 64, min(4, -(-k // 64)), warps=8, stages=4, left=True)
+        return ProductCut(64, 128, min(2, -(-k // 128)), warps=4, stages=4, left=True)
     if not _few_rows(rows, itemsize):
         return None
     columns, depth, most = (64, 64, 4) if wide else (32, 128, 6)

@@ -73,7 +73,10 @@ def measure(shape: Shape, kernels: Kernels, dtype: Any, tiles: Any) -> dict[str,
     """Microseconds of the op of a round's layer under the rule of thumb and each of its neighbours."""
     [case] = [one for one in op_cases(shape, dtype) if one.op == TUNED[shape.role]]
     model = shape.model
-    load = tiles.Load(shape.requests * model.kv_heads, shape.rows * model.group, model.head_dim, dtype == "float32")
+    load = tiles.Load(
+        shape.requests * model.kv_heads, shape.rows * model.group, model.head_dim, dtype == "float32",
+        shape.pages_per_slot * shape.page_size,
+    )  # fmt: skip
     cuts = list(neighbours(tiles.rule_of_thumb(load), load))
     with ThreadPoolExecutor(THREADS) as pool:
         launchers = list(pool.map(lambda cut: compiled(case, kernels, cut, tiles), cuts))
@@ -106,6 +109,7 @@ def neighbours(cut: Any, load: Any) -> Iterator[Any]:
         if other != cut:
             yield other
     yield cut._replace(programs=cut.programs // 2)
+    yield cut._replace(stages=steps[1][1], programs=cut.programs // 2, ahead=AHEAD)
     small = cut._replace(tokens=steps[-1][0], stages=steps[-1][1])  # of which three may share a multiprocessor
     for programs in (cut.programs // 2, 3 * cut.programs // 2):
         yield small._replace(programs=programs, ahead=AHEAD)

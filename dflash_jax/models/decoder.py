@@ -14,9 +14,10 @@ from dflash_jax import axes
 from dflash_jax.cache import Pool
 from dflash_jax.config import TargetConfig
 from dflash_jax.layers import (
+    Following,
+    followers,
     layer_specs,
     norm_spec,
-    norms_between,
     project_out_norm,
     project_qkv,
     rms_norm,
@@ -119,20 +120,20 @@ def embed(params: Params, ids: Array, scale: float = 1.0) -> Array:
 
 @functools.partial(jax.jit, static_argnums=(0, 1))
 def decoder_layer(
-    config: TargetConfig, window: int | None, p: Params, next_norm: Array, x: Array, y: Array, rows: Rows,
+    config: TargetConfig, window: int | None, p: Params, then: Following, x: Array, y: Array, rows: Rows,
     rope: tuple[Array, Array], pool: Array,
 ) -> tuple[Array, Array, Array]:  # fmt: skip
     """One layer over x [S, B, H]: causal attention over the committed pages and the rows themselves, then SwiGLU.
 
-    y: x after the layer's own norm.  Returns x, x after `next_norm`, and the layer's pool with KV written: every sum
+    y: x after the layer's own norm.  Returns x, x after `then.norm`, and the layer's pool with KV written: every sum
     is normed next, and one op does both.  Under `jit` for its cache alone: equal layers are traced and lowered once,
     and the compiler inlines them again.
     """
     attn, eps = p["attn"], config.rms_norm_eps
     projected = project_qkv(attn, y, rows.kernels), attn.get("q_norm"), attn.get("k_norm"), eps, *rope
     out, pool = _attend(rows, pool, projected, window)
-    x, y = project_out_norm(attn, out, x, p["post_norm"], eps, rows.kernels)
-    return *swiglu_norm(p["mlp"], y, x, next_norm, eps, rows.kernels), pool
+    x, y = project_out_norm(attn, out, x, Following(p["post_norm"], p["mlp"]["gate_up"]), eps, rows.kernels)
+    return *swiglu_norm(p["mlp"], y, x, then, eps, rows.kernels), pool
 
 
 def _attend(rows: Rows, pool: Array, projected: tuple[Any, ...], window: int | None) -> tuple[Array, Array]:
@@ -152,11 +153,10 @@ def decode_rows(params: Params, config: TargetConfig, rows: Rows, pool: Pool, ta
     """
     x = embed(params, rows.ids)
     rope = rope_tables(config.rope, config.head_dim, rows.positions)
-    first, *others = norms_between(params)
-    y = rms_norm(x, first, config.rms_norm_eps)
+    y = rms_norm(x, params["layers"][0]["input_norm"], config.rms_norm_eps)
     written, after = [], []
-    for i, (layer, norm) in enumerate(zip(params["layers"], others, strict=True)):
-        x, y, layer_pool = decoder_layer(config, config.window(i), layer, norm, x, y, rows, rope, pool[i])
+    for i, (layer, then) in enumerate(zip(params["layers"], followers(params), strict=True)):
+        x, y, layer_pool = decoder_layer(config, config.window(i), layer, then, x, y, rows, rope, pool[i])
         written.append(layer_pool)
         after.append(x)
     after[-1] = y

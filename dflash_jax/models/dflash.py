@@ -18,10 +18,11 @@ from dflash_jax import axes
 from dflash_jax.cache import Pool
 from dflash_jax.config import ConvConfig, DraftConfig
 from dflash_jax.layers import (
+    Following,
     dot,
+    followers,
     layer_specs,
     norm_spec,
-    norms_between,
     project_out,
     project_out_norm,
     project_qkv,
@@ -111,10 +112,9 @@ def draft_rows(params: Params, config: DraftConfig, embedded: Array, rows: Rows,
     Reads the draft pool, writes nothing: a block's own keys and values are scratch.
     """
     rope = rope_tables(config.rope, config.head_dim, rows.positions)
-    first, *others = norms_between(params)
-    x, y = embedded, rms_norm(embedded, first, config.rms_norm_eps)
-    for i, (layer, norm) in enumerate(zip(params["layers"], others, strict=True)):
-        x, y = _draft_layer(config, config.causal[i], config.windows[i], layer, norm, x, y, rows, rope, pool[i])
+    x, y = embedded, rms_norm(embedded, params["layers"][0]["input_norm"], config.rms_norm_eps)
+    for i, (layer, then) in enumerate(zip(params["layers"], followers(params), strict=True)):
+        x, y = _draft_layer(config, config.causal[i], config.windows[i], layer, then, x, y, rows, rope, pool[i])
     return y
 
 
@@ -124,7 +124,7 @@ def _draft_layer(
     causal: bool,
     window: int | None,
     p: Params,
-    next_norm: Array,
+    then: Following,
     x: Array,
     y: Array,
     rows: Rows,
@@ -133,7 +133,7 @@ def _draft_layer(
 ) -> tuple[Array, Array]:
     """One layer over x [S, B, H]: attention over the committed context and the block, then SwiGLU.
 
-    y: x after the layer's own norm.  Returns x, and x after `next_norm`.
+    y: x after the layer's own norm.  Returns x, and x after `then.norm`.
     """
     attn, mlp, eps, kernels = p["attn"], p["mlp"], config.rms_norm_eps, rows.kernels
 
@@ -143,12 +143,12 @@ def _draft_layer(
         return attention(pool, *projected, rows.page_table, rows.lengths, causal=causal, window=window)
 
     if config.conv is None:
-        x, y = project_out_norm(attn, attend(y), x, p["post_norm"], eps, kernels)
-        return swiglu_norm(mlp, y, x, next_norm, eps, kernels)
+        x, y = project_out_norm(attn, attend(y), x, Following(p["post_norm"], mlp["gate_up"]), eps, kernels)
+        return swiglu_norm(mlp, y, x, then, eps, kernels)
     attended = _convolved(p["attn_conv"], config.conv, y, kernels, lambda y: project_out(attn, attend(y)))
     x, y = kernels.add_norm(x, attended, p["post_norm"], eps)
     mixed = _convolved(p["mlp_conv"], config.conv, y, kernels, lambda y: swiglu(mlp, y, kernels))
-    return kernels.add_norm(x, mixed, next_norm, eps)
+    return kernels.add_norm(x, mixed, then.norm, eps)
 
 
 def _convolved(p: Params, conv: ConvConfig, x: Array, kernels: Kernels, sublayer: Callable[[Array], Array]) -> Array:

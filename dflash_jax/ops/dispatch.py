@@ -62,9 +62,14 @@ def _draft_attention(
 
 
 def _project_add_norm(
-    kernels: Kernels, x: Array, y: Array, w: Array | Turned, norm: Array, eps: float
-) -> tuple[Array, Array]:
-    """A sublayer's last product and what follows it: (x + y·w, its norm), each [..., H], of y [..., K] and w [K, H]."""
+    kernels: Kernels, x: Array, y: Array, w: Array | Turned, norm: Array, eps: float,
+    ahead: Array | Turned | None = None,
+) -> tuple[Array, Array]:  # fmt: skip
+    """A sublayer's last product and what follows it: (x + y·w, its norm), each [..., H], of y [..., K] and w [K, H].
+
+    ahead: what is read next, if that is known.  It counts for nothing; a kernel may have it brought nearer.
+    """
+    del ahead
     return kernels.add_norm(x, dot(y, w), norm, eps)
 
 

@@ -11,7 +11,7 @@ from dflash_jax.benchmark.__main__ import main
 from dflash_jax.ops.kernel_packages import kernel_module
 
 TILES = kernel_module("triton", "tiles")
-LOAD = TILES.Load(streams=8, lanes=64, head_dim=128, float32=False)
+LOAD = TILES.Load(streams=8, lanes=64, head_dim=128, float32=False, width=1024)
 RULE = TILES.rule_of_thumb(LOAD)
 BETTER = RULE._replace(tokens=32, programs=528)
 
@@ -32,7 +32,7 @@ def table(tmp_path, monkeypatch):
 
 def test_what_is_tried_differs():
     tried = list(tune.neighbours(RULE, LOAD))
-    assert tried[0] == RULE and 15 < len(set(tried)) == len(tried) <= 25
+    assert tried[0] == RULE and 15 < len(set(tried)) == len(tried) <= 26
     assert {cut.lanes for cut in tried} == {16, 32, 64, 128}
     assert {cut.ahead for cut in tried} == {0, 64, 256}
     few = LOAD._replace(lanes=1)
@@ -53,9 +53,20 @@ def test_only_what_is_better_is_kept(table):
     assert row["cut"] == BETTER._asdict() and row["us"] == 8.0 and row["rule_us"] == 10.0
     assert TILES.tuned(LOAD, "9.0") == BETTER
     assert TILES.tuned(other, "9.0") == BETTER, "the nearest number of streams"
+    assert TILES.tuned(LOAD._replace(width=9000), "9.0") == BETTER, "the nearest width"
     assert TILES.tuned(LOAD, "8.0") is None and TILES.tuned(LOAD._replace(lanes=16), "9.0") is None
     tune.keep([result(LOAD, (RULE, 10.0), (BETTER, 11.0))], "9.0", table)
     assert json.loads(table.read_text()) == [], "measured again: the rule is best"
+
+
+def test_the_nearest_width_is_that_of_the_nearest_number_of_streams(table):
+    long, many = LOAD._replace(width=32768), LOAD._replace(streams=64)
+    deep, wide = RULE._replace(stages=5), RULE._replace(warps=8)
+    best = [(LOAD, BETTER), (long, deep), (many, wide)]
+    tune.keep([result(load, (RULE, 9.0), (cut, 8.0)) for load, cut in best], "9.0", table)
+    assert TILES.tuned(LOAD._replace(width=8016), "9.0") == deep
+    assert TILES.tuned(LOAD._replace(width=2064), "9.0") == BETTER
+    assert TILES.tuned(many._replace(width=32768), "9.0") == wide
 
 
 def test_a_rule_that_a_chip_cannot_do_is_replaced(table):

@@ -13,7 +13,7 @@ import numpy as np
 import pytest
 from models import goldens
 
-from dflash_jax.layers import project_out, project_out_norm, swiglu, swiglu_norm
+from dflash_jax.layers import Following, project_out, project_out_norm, swiglu, swiglu_norm
 from dflash_jax.models import FAMILIES, embed
 from dflash_jax.models.dflash import draft_rows
 from dflash_jax.ops import Turned, dispatch, dot, reference
@@ -23,7 +23,7 @@ from dflash_jax.ops.shapes import DRAFT, TINY, VERIFY, Shape
 from dflash_jax.sharding import make_mesh
 from ops import dense
 from ops.conftest import PLATFORM
-from ops.triton_host import HAVE_TRITON, interpreting, recording
+from ops.triton_host import ASKED, HAVE_TRITON, interpreting, recording
 
 EPS = 1e-5
 BF16 = 2.0**-8  # half the distance of two bfloat16 numbers, at most, of the number
@@ -251,6 +251,37 @@ def test_what_is_launched(rows: int, dtype: Any, expected: list[str]):
     assert [one.kernel.fn.__name__ for one in found] == expected
 
 
+def test_a_weight_that_comes_next_counts_for_nothing(kernels: Kernels):
+    x, y, w, norm, ahead = drawn((3, 40), (3, 96), (96, 40), (40,), (40, 5, 99), dtype=jnp.bfloat16)
+    without, found = (kernels.project_add_norm(x, y, w, norm, EPS, *more) for more in ((), (ahead,)))
+    for mine, theirs in zip(found, without, strict=True):
+        np.testing.assert_array_equal(wide(mine), wide(theirs))
+
+
+@hosted
+@pytest.mark.parametrize("size", [1, 64, 65, 8448, 8449, 70001])
+def test_all_of_a_small_weight_is_asked_for(size: int):
+    """Every line of it, and nothing beyond."""
+    x, y, w, norm, ahead = drawn((2, 40), (2, 96), (96, 40), (40,), (size,), dtype=jnp.bfloat16)
+    with tiles():
+        ASKED.clear()
+        jax.block_until_ready(Kernels("triton").project_add_norm(x, y, w, norm, EPS, ahead))
+    found = np.unique(np.concatenate(ASKED))
+    assert found.size == -(-size * 2 // 128)
+    np.testing.assert_array_equal(found - found[0], np.arange(found.size, dtype=np.uint64) * 128)
+
+
+@hosted
+def test_a_large_weight_is_not_asked_for(monkeypatch: pytest.MonkeyPatch):
+    """It would only take the memory's time from what is read now."""
+    x, y, w, norm, ahead = drawn((2, 40), (2, 96), (96, 40), (40,), (40, 5), dtype=jnp.bfloat16)
+    with tiles():
+        ASKED.clear()
+        monkeypatch.setattr(kernel_module("triton", "call"), "ASKED_EARLY", ahead.nbytes - 1)
+        jax.block_until_ready(Kernels("triton").project_add_norm(x, y, w, norm, EPS, ahead))
+    assert not ASKED
+
+
 # -- in the models -----------------------------------------------------------------------------------------------------
 
 
@@ -264,7 +295,8 @@ def test_layers_are_the_sum_of_their_parts(bias: bool, dtype: Any):
     attn, mlp = {"o": o}, {"gate_up": gate_up, "down": down}
     if bias:
         attn, mlp = attn | {"o_bias": o_bias}, mlp | {"gate_up_bias": gate_up_bias, "down_bias": down_bias}
-    found = project_out_norm(attn, attended, x, norm, EPS, Kernels()), swiglu_norm(mlp, x, x, norm, EPS, Kernels())
+    then = Following(norm)
+    found = project_out_norm(attn, attended, x, then, EPS, Kernels()), swiglu_norm(mlp, x, x, then, EPS, Kernels())
     product = dot(attended.reshape(2, 3, 32), o.reshape(32, 24)) + (o_bias[None, None] if bias else 0)
     both = dot(x, gate_up) + (gate_up_bias[None, None] if bias else 0)
     mixed = dot(jax.nn.silu(both[..., 0, :]) * both[..., 1, :], down) + (down_bias[None, None] if bias else 0)

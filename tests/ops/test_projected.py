@@ -23,6 +23,8 @@ TOLERANCE = {jnp.float32: 2e-5, jnp.bfloat16: 3e-2}
 PLAIN, *_, OTHER = (shape for shape in TINY if shape.role == VERIFY and shape.window is None)
 WIDE = Shape(ModelShape("test", 32, 64, 8, 1, 16, 61, 8, 1, 1), VERIFY, 2, 16, 40)  # query rows for two tiles
 
+UNEVEN = Shape(ModelShape("uneven", 48, 136, 4, 2, 64, 97, 5, 3, 1), VERIFY, 4, 5, 64)
+
 
 @dataclasses.dataclass
 class Projected:
@@ -106,6 +108,22 @@ def test_the_block_is_a_part_apart_or_the_last_shares(programs: int, parts: int)
         tiles = kernel_module("triton", "tiles")
         with tiles.forced(tiles.Cut(lanes=16, tokens=16, warps=4, stages=2, programs=programs)):
             assert tiles.attention_tiles(3, 8, 4, 1, 16, 48, False).parts == parts
+            found = case.run(Kernels("triton").draft_attention, causal=False)
+    dispatch._kernel.cache_clear()
+    check(found, case.expected(False, None), jnp.bfloat16)
+
+
+@pytest.mark.skipif(not HAVE_TRITON, reason="triton is not installed")
+@pytest.mark.parametrize("full, rows", [(1, 8), (6, 4), (21, 1)])
+def test_several_rows_are_combined_by_one_program(full: int, rows: int, monkeypatch: pytest.MonkeyPatch):
+    """Ten rows of eight streams, which eight and four do not divide, on a chip that starts 2 · `full` programs."""
+    case = Projected.of(UNEVEN, jnp.bfloat16, norm=True)
+    dispatch._kernel.cache_clear()
+    with interpreting():
+        tiles = kernel_module("triton", "tiles")
+        monkeypatch.setattr(tiles, "PROGRAMS", full)
+        assert tiles.rows_to_combine(8, 10) == rows
+        with tiles.forced(tiles.Cut(lanes=16, tokens=16, warps=4, stages=2, programs=24)):
             found = case.run(Kernels("triton").draft_attention, causal=False)
     dispatch._kernel.cache_clear()
     check(found, case.expected(False, None), jnp.bfloat16)

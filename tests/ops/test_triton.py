@@ -71,7 +71,8 @@ def test_pages_that_are_asked_for_ahead():
     for ahead in (0, 64):
         with recording() as found:
             tiles = kernel_module("triton", "tiles")  # the package is loaded anew for the recording
-            rule = tiles.rule_of_thumb(tiles.Load(model.kv_heads, case.rows * model.group, model.head_dim, False))
+            load = tiles.Load(model.kv_heads, case.rows * model.group, model.head_dim, False, 528)
+            rule = tiles.rule_of_thumb(load)
             dispatch._kernel.cache_clear()
             with tiles.forced(rule._replace(ahead=ahead)):
                 jax.eval_shape(lambda: [call(one) for one in op_cases(case, jnp.bfloat16) if "attention" in one.op])

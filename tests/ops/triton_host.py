@@ -27,6 +27,7 @@ import numpy as np
 HAVE_TRITON = importlib.util.find_spec("triton") is not None
 NAMES = {"float32": "fp32", "bfloat16": "bf16", "int32": "i32", "uint32": "u32", "bool": "i1"}
 _ONE_AT_A_TIME = threading.Lock()  # each device of a mesh has a thread, and what is patched below is everyone's
+ASKED: list[np.ndarray] = []  # addresses that interpreted kernels asked for ahead of time, for tests to look at
 POISON = {"f": np.nan, "V": np.nan, "i": 0x7BAD0BAD}  # of outputs before a kernel writes them; V: bfloat16
 
 
@@ -94,6 +95,7 @@ def _interpret(kernel: Any, pointers: Sequence[Any], grid: tuple[int, ...], cons
         widened = functools.partialmethod(_dot_of_floats, dot)
         stack.enter_context(mock.patch.object(InterpreterBuilder, "create_dot", widened))
         stack.enter_context(mock.patch.object(InterpreterBuilder, "get_bf16", _bfloat16, create=True))
+        stack.enter_context(mock.patch.object(InterpreterBuilder, "create_inline_asm", _asking))
         indexing = functools.partial(_indexing, interpreter._patch_lang_tensor)
         stack.enter_context(mock.patch.object(interpreter, "_patch_lang_tensor", indexing))
         rounded = functools.partialmethod(_rounding_cast, InterpreterBuilder.cast_impl)
@@ -111,6 +113,18 @@ def _bfloat16(self: Any, value: float) -> Any:
     from triton.runtime.interpreter import TensorHandle
 
     return TensorHandle((np.array([value], np.float32).view(np.uint32) >> 16).astype(np.uint16), tl.bfloat16)
+
+
+def _asking(self: Any, code: str, constraints: str, values: Sequence[Any], *rest: Any) -> Any:
+    """The one instruction that kernels have from elsewhere: it changes nothing."""
+    import triton.language as tl
+    from triton.runtime.interpreter import TensorHandle
+
+    assert code.startswith("prefetch.global.L2 [$1];"), code
+    [lines] = values
+    ASKED.append(lines.data.ravel().copy())
+    result = TensorHandle(np.zeros(lines.data.shape, np.int32), tl.int32)
+    return types.SimpleNamespace(get_result=lambda index: result)
 
 
 def _indexing(patch: Callable[..., Any], tensor: Any, scope: Any) -> None:
