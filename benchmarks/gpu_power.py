@@ -2,20 +2,24 @@
 
     python benchmarks/gpu_power.py --preset qwen3-8b --requests 1 --requests 8 --requests 32 --context 1000
 
-A GPU at its power limit lowers its clock until it is within it.  What that costs shows in a product of a weight of
-zeros, which takes little power for the same work: the rows are those of 32 requests, the weight is gate and up.
-first: of the first train of rounds, when the chip comes from rest; then for as long as it is watched.
+A GPU at its power limit lowers its clock until it is within it.  What that costs shows in the same work on zeros, which
+takes less power: rounds of a pair whose layers' weights are zero (its embedding and heads are random, so that drafts
+are rejected as they are with random layers), and a product of as many rows as 32 requests have.
+first_ms: of the first train of rounds, when the chip comes from rest; ms: for as long as it is watched.  Each train
+begins with `context` committed tokens anew.
 """
 
 from __future__ import annotations
 
 import argparse
 import contextlib
+import dataclasses
+import functools
 import statistics
 import subprocess
 import threading
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from typing import Any
 
 import jax
@@ -24,7 +28,9 @@ from jax import Array
 from record import record
 
 from dflash_jax.benchmark.round_report import make_timer
+from dflash_jax.benchmark.split import RoundTimer
 from dflash_jax.benchmark.synthetic import random_pair
+from dflash_jax.engine.build import Loaded
 from dflash_jax.ops import select
 
 ASKED = ("clocks.sm", "power.draw.instant", "clocks_event_reasons.sw_power_cap")
@@ -42,15 +48,16 @@ def main() -> None:
     pair = random_pair(args.preset, "auto", True)
     limits = queried("power.limit", "clocks.max.sm")
     print(f"at most {limits['power.limit']:.0f} W and {limits['clocks.max.sm']:.0f} MHz")
-    results = []
-    for requests in args.requests or [1, 8, 32]:
-        kernels = select("auto", jax.default_backend())
-        timer = make_timer(pair, kernels, requests, args.context, pair.drafter.max_block)
-        results.append(watched(f"round, {requests} x {pair.drafter.max_block} rows over {args.context}", timer.whole))
-    gate_up = pair.weights.target["layers"][0]["mlp"]["gate_up"]
-    k, n = gate_up.shape[0], gate_up.size // gate_up.shape[0]
+    kernels, block, results = select("auto", jax.default_backend()), pair.drafter.max_block, []
+    for kind, loaded in (("random", pair), ("zero", without_layers(pair))):
+        for requests in args.requests or [1, 8, 32]:
+            timer = make_timer(loaded, kernels, requests, args.context, block)
+            begin = functools.partial(rewind, timer, args.context)
+            name = f"round, {requests} x {block} rows over {args.context}, layers {kind}"
+            results.append(watched(name, timer.whole, begin))
+    k, n = pair.config.hidden_size, 2 * pair.config.intermediate_size
     for kind in ("normal", "zeros"):
-        found = watched(f"{ROWS} rows x {k} x {n}, weights {kind}", product(k, n, kind), of=WEIGHTS)
+        found = watched(f"{ROWS} rows x {k} x {n}, {kind}", product(k, n, kind), of=WEIGHTS)
         results.append({**found, "TFLOP/s": 2 * ROWS * k * n / found["ms"] / 1e9})
     for found in results:
         print(", ".join(f"{key} {value:.3f}" if isinstance(value, float) else f"{key} {value}"
@@ -59,10 +66,28 @@ def main() -> None:
         record(args.name, {"limits": limits, "results": results})
 
 
+def without_layers(pair: Loaded) -> Loaded:
+    """The pair with zeros for its layers' weights."""
+    weights = pair.weights
+    target, draft = ({**params, "layers": jax.tree.map(jnp.zeros_like, params["layers"])}
+                     for params in (weights.target, weights.draft))  # fmt: skip
+    return dataclasses.replace(pair, weights=weights._replace(target=target, draft=draft))
+
+
+def rewind(timer: RoundTimer, context: int) -> None:
+    """Gives the timer's requests `context` committed tokens again."""
+    timer.state = dataclasses.replace(timer.state, seq_len=timer.state.seq_len.at[timer.slots].set(context))
+
+
 def product(k: int, n: int, kind: str) -> Callable[[], Any]:
-    """`WEIGHTS` products of normal rows, or of nothing but zeros."""
-    scale = 0.0 if kind == "zeros" else 1.0
-    draw = jax.jit(lambda i, shape: scale * jax.random.normal(jax.random.key(i), shape, jnp.bfloat16), static_argnums=1)
+    """`WEIGHTS` products of normal rows with normal weights, or of zeros with zeros."""
+
+    @functools.partial(jax.jit, static_argnums=1)
+    def draw(i: int, shape: tuple[int, int]) -> Array:
+        if kind == "zeros":
+            return jnp.zeros(shape, jnp.bfloat16)
+        return jax.random.normal(jax.random.key(i), shape, jnp.bfloat16)
+
     rows, weights = draw(WEIGHTS, (ROWS, k)), [draw(i, (k, n)) for i in range(WEIGHTS)]
 
     @jax.jit
@@ -76,18 +101,23 @@ def product(k: int, n: int, kind: str) -> Callable[[], Any]:
     return lambda: run(rows, weights)
 
 
-def watched(name: str, launch: Callable[[], Any], of: int = 1) -> dict[str, Any]:
-    """Milliseconds, clock and power of `launch`, which does its work `of` times."""
+def watched(
+    name: str, launch: Callable[[], Any], begin: Callable[[], None] = lambda: None, of: int = 1
+) -> dict[str, Any]:
+    """Milliseconds, clock and power of `launch`, which does its work `of` times; `begin` comes before each train."""
     jax.block_until_ready(launch())
     times_s: list[float] = []
     with sampled() as samples:
         end_s = time.perf_counter() + SECONDS
         while time.perf_counter() < end_s:
+            begin()
             start_s = time.perf_counter()
             for _ in range(TRAIN):
                 last = launch()
             jax.block_until_ready(last)
             times_s.append((time.perf_counter() - start_s) / TRAIN / of)
+    if not samples:
+        raise SystemExit(f"nvidia-smi says nothing of {', '.join(ASKED)}")
     settled = samples[len(samples) // 2 :]
     clock, power, capped = (statistics.median(column) for column in zip(*settled, strict=True))
     return {"what": name, "ms": statistics.median(times_s) * 1e3, "first_ms": times_s[0] * 1e3, "clock_mhz": clock,
@@ -97,14 +127,22 @@ def watched(name: str, launch: Callable[[], Any], of: int = 1) -> dict[str, Any]
 @contextlib.contextmanager
 def sampled() -> Iterator[list[tuple[float, ...]]]:
     """Clock in MHz, power in watts and whether power limits it, every 50 ms while the body runs."""
-    command = ["nvidia-smi", "-i", "0", f"--query-gpu={','.join(ASKED)}", "--format=csv,noheader,nounits"]
     samples: list[tuple[float, ...]] = []
-    with subprocess.Popen([*command, "-lms", str(EVERY_MS)], stdout=subprocess.PIPE, text=True) as process:
-        reader = threading.Thread(target=lambda: samples.extend(map(parsed, process.stdout or ())))
+
+    def read(lines: Iterable[str]) -> None:
+        for line in lines:
+            with contextlib.suppress(ValueError):  # a figure that this GPU or driver does not have
+                samples.append(parsed(line))
+
+    query = ["-lms", str(EVERY_MS)]
+    with subprocess.Popen([*asking(*ASKED), *query], stdout=subprocess.PIPE, text=True) as process:
+        reader = threading.Thread(target=read, args=(process.stdout or (),))
         reader.start()
-        yield samples
-        process.terminate()
-        reader.join()
+        try:
+            yield samples
+        finally:
+            process.terminate()
+            reader.join()
 
 
 def parsed(line: str) -> tuple[float, ...]:
@@ -113,9 +151,12 @@ def parsed(line: str) -> tuple[float, ...]:
 
 
 def queried(*names: str) -> dict[str, float]:
-    command = ["nvidia-smi", "-i", "0", f"--query-gpu={','.join(names)}", "--format=csv,noheader,nounits"]
-    words = subprocess.run(command, check=True, capture_output=True, text=True).stdout.split(",")
+    words = subprocess.run(asking(*names), check=True, capture_output=True, text=True).stdout.split(",")
     return {name: float(word) for name, word in zip(names, words, strict=True)}
+
+
+def asking(*names: str) -> list[str]:
+    return ["nvidia-smi", "-i", "0", f"--query-gpu={','.join(names)}", "--format=csv,noheader,nounits"]
 
 
 if __name__ == "__main__":

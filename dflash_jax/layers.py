@@ -96,8 +96,8 @@ class Following(NamedTuple):
 
 
 def followers(params: Params) -> list[Following]:
-    """What comes after each layer.  The last has the first's projection, which nothing reads next: so that equal layers
-    are called alike, and traced once."""
+    """What comes after each layer.  After the last nobody knows: the first's projection stands there, so that equal
+    layers are called alike and traced once."""
     layers = params["layers"]
     norms = *(layer["input_norm"] for layer in layers[1:]), params["norm"]
     return [Following(norm, layer["attn"]["qkv"]) for norm, layer in zip(norms, (*layers[1:], layers[0]), strict=True)]

@@ -270,8 +270,7 @@ def combine(
     B: tl.constexpr, G: tl.constexpr, R: tl.constexpr, D: tl.constexpr, BD: tl.constexpr, M: tl.constexpr,
     PARTS: tl.constexpr, PP: tl.constexpr, ROWS: tl.constexpr,
 ):  # fmt: skip
-    """Grid (requests · G, tiles of ROWS of B · R rows of queries): all parts of a row become its place in out
-    [S, B, G·R, D]."""
+    """Grid (requests · G, tiles of ROWS query rows): adds the parts of a row up, into out [S, B, G·R, D]."""
     sg, m = tl.program_id(0), tl.program_id(1) * ROWS + tl.arange(0, ROWS)
     s, g, tile, lane = sg // G, sg % G, m // M, m % M
     i, d = tl.arange(0, PP), tl.arange(0, BD)

@@ -18,8 +18,6 @@ from .norms import add_norm_row, add_shares_norm
 from .products import gated_tile, share_of_product
 from .rounds import accept_block, place_block
 from .tiles import (
-    ASKED_EARLY,
-    PROGRAMS,
     ProductCut,
     Tiles,
     attention_tiles,
@@ -27,6 +25,7 @@ from .tiles import (
     head_tiles,
     power_of_two,
     product_cut,
+    programs_that_ask,
     row_warps,
     rows_to_combine,
     whole_cut,
@@ -220,12 +219,11 @@ def project_add_norm(
         N=h, STEPS=steps,
     )  # fmt: skip
     shape, lanes = ShapeDtypeStruct(x.shape, x.dtype), power_of_two(h)
-    early = ahead if ahead is not None and ahead.nbytes <= ASKED_EARLY else None
-    asking = 0 if early is None else PROGRAMS // 2
+    asking = 0 if ahead is None else programs_that_ask(ahead.nbytes)
+    early = ahead if ahead is not None and asking else norm  # a pointer must be given
     return launch(
-        add_shares_norm, x, part, norm, norm if early is None else early, out=(shape, shape), grid=(rows + asking,),
-        num_warps=row_warps(lanes), eps=eps, ROWS=rows, SHARES=shares, H=h, BH=lanes,
-        AHEAD=0 if early is None else early.size, LANES=32 * row_warps(lanes),
+        add_shares_norm, x, part, norm, early, out=(shape, shape), grid=(rows + asking,), num_warps=row_warps(lanes),
+        eps=eps, SHARES=shares, H=h, BH=lanes, ASKING=asking, AHEAD=early.size, LANES=32 * row_warps(lanes),
     )  # fmt: skip
 
 

@@ -15,11 +15,11 @@ def ask(lines):
 
 
 @triton.jit
-def ask_for_share(ref, share, shares, SIZE: tl.constexpr, LANES: tl.constexpr):
-    """For share `share` of `shares` of the SIZE numbers from `ref` on, LANES lines at a time."""
+def ask_for_share(ref, share, SHARES: tl.constexpr, SIZE: tl.constexpr, LANES: tl.constexpr):
+    """For share `share` of SHARES of the SIZE numbers from `ref` on, LANES lines at a time."""
     LINE: tl.constexpr = LINE_BITS // ref.dtype.element_ty.primitive_bitwidth
-    LINES: tl.constexpr = (SIZE + LINE - 1) // LINE
-    each = tl.cdiv(LINES, shares)
-    end = tl.minimum((share + 1) * each, LINES)
-    for at in range(share * each, end, LANES):
+    LINES: tl.constexpr = triton.cdiv(SIZE, LINE)
+    EACH: tl.constexpr = triton.cdiv(LINES, SHARES)
+    end = tl.minimum((share + 1) * EACH, LINES)
+    for at in range(share * EACH, end, LANES):
         ask(ref + tl.minimum(at + tl.arange(0, LANES), end - 1) * LINE)

@@ -38,24 +38,35 @@ def add_norm_row(
 
 
 @triton.jit
+def _row_of_shares(
+    row, rows, x_ref, part_ref, weight_ref, sum_ref, normed_ref,
+    eps: tl.constexpr, SHARES: tl.constexpr, H: tl.constexpr, BH: tl.constexpr,
+):  # fmt: skip
+    h = tl.arange(0, BH)
+    inside = h < H
+    at = row.to(tl.int64) * H + h
+    x = tl.load(x_ref + at, mask=inside, other=0.0).to(tl.float32)
+    delta = tl.zeros([BH], tl.float32)
+    for share in tl.static_range(SHARES):
+        delta += tl.load(part_ref + share * rows * H + at, mask=inside, other=0.0)
+    delta = delta.to(x_ref.dtype.element_ty).to(tl.float32)
+    _kept(x, delta, at, h, weight_ref, sum_ref, normed_ref, eps, H)
+
+
+@triton.jit
 def add_shares_norm(
     x_ref, part_ref, weight_ref, ahead_ref, sum_ref, normed_ref,
-    eps: tl.constexpr, ROWS: tl.constexpr, SHARES: tl.constexpr, H: tl.constexpr, BH: tl.constexpr,
-    AHEAD: tl.constexpr, LANES: tl.constexpr,
+    eps: tl.constexpr, SHARES: tl.constexpr, H: tl.constexpr, BH: tl.constexpr,
+    ASKING: tl.constexpr, AHEAD: tl.constexpr, LANES: tl.constexpr,
 ):  # fmt: skip
     """`add_norm_row` of a delta that is the sum of part float32 [SHARES, rows, H], rounded to x's type.
 
-    Grid (rows, and with AHEAD more): programs past ROWS ask for the AHEAD numbers of `ahead`, LANES lines at a time.
+    Grid (rows + ASKING): the last ASKING programs ask for the AHEAD numbers of `ahead`, LANES lines at a time.
     """
-    row, h = tl.program_id(0), tl.arange(0, BH)
-    if row >= ROWS:
-        ask_for_share(ahead_ref, row - ROWS, tl.num_programs(0) - ROWS, AHEAD, LANES)
+    row, rows = tl.program_id(0), tl.num_programs(0) - ASKING
+    if ASKING == 0:
+        _row_of_shares(row, rows, x_ref, part_ref, weight_ref, sum_ref, normed_ref, eps, SHARES, H, BH)
+    elif row < rows:
+        _row_of_shares(row, rows, x_ref, part_ref, weight_ref, sum_ref, normed_ref, eps, SHARES, H, BH)
     else:
-        inside = h < H
-        at = row.to(tl.int64) * H + h
-        x = tl.load(x_ref + at, mask=inside, other=0.0).to(tl.float32)
-        delta = tl.zeros([BH], tl.float32)
-        for share in tl.static_range(SHARES):
-            delta += tl.load(part_ref + share * (ROWS * H) + at, mask=inside, other=0.0)
-        delta = delta.to(x_ref.dtype.element_ty).to(tl.float32)
-        _kept(x, delta, at, h, weight_ref, sum_ref, normed_ref, eps, H)
+        ask_for_share(ahead_ref, row - rows, ASKING, AHEAD, LANES)

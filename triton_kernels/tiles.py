@@ -22,7 +22,8 @@ PROGRAMS = 264  # to keep 132 multiprocessors busy, two programs on each
 MOST_SHARES = 32
 FEW_ROWS = 16  # of a product that is as fast as its weight is read
 MORE_ROWS = {"9.0": 128}  # the same by compute capability, where more were measured; their tiles take up to 192 KB
-ASKED_EARLY = 4 << 20  # bytes: a weight that comes to the chip's cache while a norm is computed
+ASKED_EARLY = 4 << 20  # bytes, at most, of a weight that is asked for while a norm is computed
+MANY = 8 * 132  # programs of a warp that an H200 takes longer to start than to run
 WIDE = 2048  # columns of a weight that fill a chip without being cut small
 TUNED = Path(__file__).with_name("tuned.json")
 Kind = TypeVar("Kind")
@@ -53,8 +54,8 @@ def power_of_two(n: int, least: int = 16) -> int:
 
 
 class Load(NamedTuple):
-    """What a launch of attention has to do: requests · key/value heads, rows · query heads of each, head_dim D, and
-    committed tokens that a request's pages hold at most."""
+    """What a launch of attention has to do: requests · key/value heads, rows · query heads of each, head_dim D, and the
+    committed tokens that a request has room for (how many it has is not known when kernels are compiled)."""
 
     streams: int
     lanes: int
@@ -110,12 +111,19 @@ def tuned(load: Load, chip: str | None) -> Cut | None:
 
 
 def rows_to_combine(streams: int, lanes: int) -> int:
-    """Rows of queries that a program of `combine` takes: one, unless that makes more programs than a chip starts at
-    once."""
+    """Rows of queries of a program of `combine`: one, or as few as keep the programs from becoming MANY."""
     rows = 1
-    while rows < 8 and streams * lanes >= 4 * PROGRAMS * rows:
+    while rows < 8 and streams * lanes >= MANY * rows:
         rows *= 2
     return rows
+
+
+def programs_that_ask(weight_bytes: int) -> int:
+    """How many programs of a norm's kernel ask for the weight after it: one a multiprocessor, or none for a large one.
+
+    Qwen3-8B's (200 MB) only take the memory's time from others; SmolLM2's make its round 4 % shorter.
+    """
+    return PROGRAMS // 2 if weight_bytes <= ASKED_EARLY else 0
 
 
 @contextlib.contextmanager
@@ -189,6 +197,9 @@ class ProductCut(NamedTuple):
     left: bool
 
 
+MORE_ROWS_CUT = ProductCut(64, 128, 1, warps=4, stages=4, left=True)
+
+
 def product_cut(rows: int, k: int, n: int, itemsize: int) -> ProductCut | None:
     """For the product of y [rows, k] and w [k, n], in shares; None: XLA's product serves.
 
@@ -198,7 +209,7 @@ def product_cut(rows: int, k: int, n: int, itemsize: int) -> ProductCut | None:
         return cut
     wide = n >= WIDE
     if wide and _more_rows(rows, itemsize):
-        return ProductCut(64, 128, min(2, -(-k // 128)), warps=4, stages=4, left=True)
+        return MORE_ROWS_CUT._replace(shares=min(2, -(-k // MORE_ROWS_CUT.depth)))
     if not _few_rows(rows, itemsize):
         return None
     columns, depth, most = (64, 64, 4) if wide else (32, 128, 6)
@@ -212,7 +223,7 @@ def whole_cut(rows: int, k: int, n: int, itemsize: int) -> ProductCut | None:
         return cut._replace(shares=1)
     wide = n >= WIDE
     if wide and _more_rows(rows, itemsize):
-        return ProductCut(64, 128, 1, warps=4, stages=4, left=True)
+        return MORE_ROWS_CUT
     if wide or not _few_rows(rows, itemsize):
         return None
     return ProductCut(16, 64, 1, warps=4, stages=5, left=False)

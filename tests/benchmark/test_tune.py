@@ -59,7 +59,8 @@ def test_only_what_is_better_is_kept(table):
     assert json.loads(table.read_text()) == [], "measured again: the rule is best"
 
 
-def test_the_nearest_width_is_that_of_the_nearest_number_of_streams(table):
+def test_the_nearest_width_is_that_of_the_nearest_number_of_streams(table, monkeypatch):
+    monkeypatch.setattr(TILES, "_chip", lambda: "9.0")
     long, many = LOAD._replace(width=32768), LOAD._replace(streams=64)
     deep, wide = RULE._replace(stages=5), RULE._replace(warps=8)
     best = [(LOAD, BETTER), (long, deep), (many, wide)]
@@ -67,6 +68,7 @@ def test_the_nearest_width_is_that_of_the_nearest_number_of_streams(table):
     assert TILES.tuned(LOAD._replace(width=8016), "9.0") == deep
     assert TILES.tuned(LOAD._replace(width=2064), "9.0") == BETTER
     assert TILES.tuned(many._replace(width=32768), "9.0") == wide
+    assert [TILES.attention_tiles(1, 16, 8, 4, 128, width, False).stages for width in (1024, 32768)] == [3, 5]
 
 
 def test_a_rule_that_a_chip_cannot_do_is_replaced(table):

@@ -23,7 +23,7 @@ from dflash_jax.ops.shapes import DRAFT, TINY, VERIFY, Shape
 from dflash_jax.sharding import make_mesh
 from ops import dense
 from ops.conftest import PLATFORM
-from ops.triton_host import ASKED, HAVE_TRITON, interpreting, recording
+from ops.triton_host import ASKED, HAVE_TRITON, SHARED_BYTES, interpreting, recording
 
 EPS = 1e-5
 BF16 = 2.0**-8  # half the distance of two bfloat16 numbers, at most, of the number
@@ -229,6 +229,38 @@ def test_cuts_keep_all_multiprocessors_busy():
     assert rules.product_cut(1, 4096, 4096, 2) == rules.product_cut(16, 4096, 4096, 2)  # sums are the same
 
 
+@pytest.mark.slow
+@pytest.mark.skipif(not HAVE_TRITON, reason="triton is not installed")
+@pytest.mark.parametrize("rows", [17, 128])
+def test_more_rows_fit_a_hopper(rows: int, monkeypatch: pytest.MonkeyPatch):
+    def trace(*arrays: jax.Array) -> None:
+        x, y, w, norm, gate_up, qkv = arrays
+        Kernels("triton").project_add_norm(x, y, w, norm, EPS)
+        Kernels("triton").gated_product(x, gate_up)
+        Kernels("triton").project(x, qkv)
+
+    dispatch._kernel.cache_clear()
+    with recording() as found:
+        monkeypatch.setattr(kernel_module("triton", "tiles"), "_chip", lambda: "9.0")
+        shapes = (rows, 4096), (rows, 12288), (12288, 4096), (4096,), (4096, 2, 12288), (4096, 8, 6, 128)
+        jax.eval_shape(trace, *(jax.ShapeDtypeStruct(shape, jnp.bfloat16) for shape in shapes))
+    dispatch._kernel.cache_clear()
+    assert len(found) == 4
+    assert all(one.compile(90).metadata.shared <= SHARED_BYTES[90] for one in found)
+
+
+@pytest.mark.skipif(not HAVE_TRITON, reason="triton is not installed")
+def test_only_kernels_that_are_given_a_weight_ask(monkeypatch: pytest.MonkeyPatch):
+    x, y, w, norm, ahead = drawn((2, 40), (2, 96), (96, 40), (40,), (96, 40), dtype=jnp.bfloat16)
+    dispatch._kernel.cache_clear()
+    with recording() as found:
+        for more in ((), (ahead,)):
+            jax.eval_shape(lambda more=more: Kernels("triton").project_add_norm(x, y, w, norm, EPS, *more))
+    dispatch._kernel.cache_clear()
+    norms = [one.compile(90).asm["ptx"] for one in found if one.kernel.fn.__name__ == "add_shares_norm"]
+    assert [ptx.count("prefetch.global.L2") for ptx in norms] == [0, 1]
+
+
 @pytest.mark.skipif(not HAVE_TRITON, reason="triton is not installed")
 @pytest.mark.parametrize(
     ("rows", "dtype", "expected"),
@@ -261,23 +293,21 @@ def test_a_weight_that_comes_next_counts_for_nothing(kernels: Kernels):
 @hosted
 @pytest.mark.parametrize("size", [1, 64, 65, 8448, 8449, 70001])
 def test_all_of_a_small_weight_is_asked_for(size: int):
-    """Every line of it, and nothing beyond."""
+    """Every line of it, and nothing beyond: the norm's kernel has x, shares, the norm's weight and it."""
     x, y, w, norm, ahead = drawn((2, 40), (2, 96), (96, 40), (40,), (size,), dtype=jnp.bfloat16)
     with tiles():
         ASKED.clear()
         jax.block_until_ready(Kernels("triton").project_add_norm(x, y, w, norm, EPS, ahead))
-    found = np.unique(np.concatenate(ASKED))
-    assert found.size == -(-size * 2 // 128)
-    np.testing.assert_array_equal(found - found[0], np.arange(found.size, dtype=np.uint64) * 128)
+    assert set(ASKED) == {(3, at) for at in range(0, size * 2, 128)}
 
 
 @hosted
 def test_a_large_weight_is_not_asked_for(monkeypatch: pytest.MonkeyPatch):
     """It would only take the memory's time from what is read now."""
     x, y, w, norm, ahead = drawn((2, 40), (2, 96), (96, 40), (40,), (40, 5), dtype=jnp.bfloat16)
-    with tiles():
+    with tiles() as rules:
         ASKED.clear()
-        monkeypatch.setattr(kernel_module("triton", "call"), "ASKED_EARLY", ahead.nbytes - 1)
+        monkeypatch.setattr(rules, "ASKED_EARLY", ahead.nbytes - 1)
         jax.block_until_ready(Kernels("triton").project_add_norm(x, y, w, norm, EPS, ahead))
     assert not ASKED
 
@@ -347,3 +377,19 @@ def test_models_with_the_kernels_compute_what_they_do_with_xla(states: Callable[
     for mine, theirs, truth in zip(found, xla, exact, strict=True):
         assert np.isfinite(mine).all()
         assert np.abs(mine - truth).mean() <= 1.5 * np.abs(theirs - truth).mean()
+
+
+@hosted
+def test_layers_say_what_comes_next_and_are_traced_together():
+    """A layer's two norms ask for what follows.  Of three layers the first is traced, and the others once for both."""
+    case = goldens.model("qwen3-dim80", "bfloat16")
+    rows = goldens.rows(case.golden["input_ids"][:1, :7])  # as many as no other test traces
+    rows, pool = dataclasses.replace(rows, kernels=Kernels("triton")), goldens.poisoned_pool(case.config, 1)
+    forward = FAMILIES[case.config.family].forward
+    dispatch._kernel.cache_clear()
+    with recording() as found:
+        jax.eval_shape(lambda params, pool: forward(params, case.config, rows, pool), case.params, pool)
+    dispatch._kernel.cache_clear()
+    asked = [one.constants["AHEAD"] for one in found if one.kernel.fn.__name__ == "add_shares_norm"]
+    layer = case.params["layers"][0]
+    assert case.config.num_layers == 3 and asked == 2 * [layer["mlp"]["gate_up"].size, layer["attn"]["qkv"].size]

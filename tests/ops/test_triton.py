@@ -13,7 +13,7 @@ from dflash_jax.ops import dispatch
 from dflash_jax.ops.dispatch import Kernels
 from dflash_jax.ops.kernel_packages import kernel_module, kernel_names
 from dflash_jax.ops.shapes import find
-from ops.triton_host import HAVE_TRITON, Launch, recording
+from ops.triton_host import HAVE_TRITON, SHARED_BYTES, Launch, recording
 
 pytestmark = [
     pytest.mark.skipif(not HAVE_TRITON, reason="triton is not installed"),
@@ -24,7 +24,6 @@ NAMES = (
     "smollm2-135m verify 1x8 over 512", "smollm2-135m draft 8x8 over 512", "qwen3-8b draft 1x16 over 2048",
     "qwen3-8b verify 32x16 over 2048", "qwen3-8b draft 8x16 over 2048 window 512", "qwen3-8b prefill 1x512 over 2048",
 )  # fmt: skip
-SHARED_BYTES = {80: 163 << 10, 90: 227 << 10, 100: 227 << 10}  # that one program may have
 
 
 def launches(dtype: type) -> list[Launch]:

@@ -27,7 +27,9 @@ import numpy as np
 HAVE_TRITON = importlib.util.find_spec("triton") is not None
 NAMES = {"float32": "fp32", "bfloat16": "bf16", "int32": "i32", "uint32": "u32", "bool": "i1"}
 _ONE_AT_A_TIME = threading.Lock()  # each device of a mesh has a thread, and what is patched below is everyone's
-ASKED: list[np.ndarray] = []  # addresses that interpreted kernels asked for ahead of time, for tests to look at
+# What interpreted kernels asked for ahead of time, for tests to look at: (which of their inputs, bytes from its start).
+ASKED: list[tuple[int, int]] = []
+SHARED_BYTES = {80: 163 << 10, 90: 227 << 10, 100: 227 << 10}  # that one program may have, by compute capability
 POISON = {"f": np.nan, "V": np.nan, "i": 0x7BAD0BAD}  # of outputs before a kernel writes them; V: bfloat16
 
 
@@ -62,8 +64,17 @@ class Launch:
         made = [np.full(x.shape, POISON[np.dtype(x.dtype).kind], x.dtype) for x in self.out]
         for taken, by in self.aliases.items():
             made[by] = given[taken]
-        _interpret(self.kernel, [_pointer(x) for x in (*given, *made)], self.grid, self.constants)
+        addresses = _interpret(self.kernel, [_pointer(x) for x in (*given, *made)], self.grid, self.constants)
+        ASKED.extend(_within_one(given, int(address)) for address in addresses)
         return tuple(made)
+
+
+def _within_one(arrays: Sequence[np.ndarray], address: int) -> tuple[int, int]:
+    """Which of the arrays holds it, and where."""
+    for i, array in enumerate(arrays):
+        if 0 <= address - array.ctypes.data < array.nbytes:
+            return i, address - array.ctypes.data
+    raise AssertionError("a kernel asks for what lies in none of its inputs")
 
 
 def _pointer(array: np.ndarray) -> Any:
@@ -74,8 +85,13 @@ def _pointer(array: np.ndarray) -> Any:
     return tl.tensor(TensorHandle(np.array([array.ctypes.data], np.uint64), kind), kind)
 
 
-def _interpret(kernel: Any, pointers: Sequence[Any], grid: tuple[int, ...], constants: dict[str, Any]) -> None:
-    """Triton decides at import whether functions are interpreted; here they are while this runs."""
+def _interpret(
+    kernel: Any, pointers: Sequence[Any], grid: tuple[int, ...], constants: dict[str, Any]
+) -> list[np.uint64]:
+    """Triton decides at import whether functions are interpreted; here they are while this runs.
+
+    Returns the addresses that were asked for ahead of time.
+    """
     import triton.language as tl
     from triton.runtime import interpreter
     from triton.runtime.interpreter import GridExecutor, InterpretedFunction, InterpreterBuilder, _patch_lang
@@ -89,13 +105,15 @@ def _interpret(kernel: Any, pointers: Sequence[Any], grid: tuple[int, ...], cons
         def _restore_args_dev(self, args_dev: Any, args_hst: Any, kwargs: Any, kwargs_hst: Any) -> None:
             pass
 
+    asked: list[np.uint64] = []
     own, dot = InterpretedFunction(kernel.fn), InterpreterBuilder.create_dot
     with _ONE_AT_A_TIME, contextlib.ExitStack() as stack:
         stack.enter_context(np.errstate(all="ignore"))  # NaN and infinity are as usual here as on a GPU
         widened = functools.partialmethod(_dot_of_floats, dot)
         stack.enter_context(mock.patch.object(InterpreterBuilder, "create_dot", widened))
         stack.enter_context(mock.patch.object(InterpreterBuilder, "get_bf16", _bfloat16, create=True))
-        stack.enter_context(mock.patch.object(InterpreterBuilder, "create_inline_asm", _asking))
+        asking = functools.partial(_asking, asked)
+        stack.enter_context(mock.patch.object(InterpreterBuilder, "create_inline_asm", asking))
         indexing = functools.partial(_indexing, interpreter._patch_lang_tensor)
         stack.enter_context(mock.patch.object(interpreter, "_patch_lang_tensor", indexing))
         rounded = functools.partialmethod(_rounding_cast, InterpreterBuilder.cast_impl)
@@ -105,6 +123,7 @@ def _interpret(kernel: Any, pointers: Sequence[Any], grid: tuple[int, ...], cons
         language: Any = types.SimpleNamespace(__globals__=vars(tl.standard))  # what its functions know, once for all
         stack.callback(_patch_lang(language).restore)
         Executor(own.rewrite(), own.arg_names, grid)(*pointers, **constants)
+    return asked
 
 
 def _bfloat16(self: Any, value: float) -> Any:
@@ -115,14 +134,14 @@ def _bfloat16(self: Any, value: float) -> Any:
     return TensorHandle((np.array([value], np.float32).view(np.uint32) >> 16).astype(np.uint16), tl.bfloat16)
 
 
-def _asking(self: Any, code: str, constraints: str, values: Sequence[Any], *rest: Any) -> Any:
+def _asking(asked: list[np.uint64], code: str, constraints: str, values: Sequence[Any], *rest: Any) -> Any:
     """The one instruction that kernels have from elsewhere: it changes nothing."""
     import triton.language as tl
     from triton.runtime.interpreter import TensorHandle
 
     assert code.startswith("prefetch.global.L2 [$1];"), code
     [lines] = values
-    ASKED.append(lines.data.ravel().copy())
+    asked.extend(lines.data.ravel())
     result = TensorHandle(np.zeros(lines.data.shape, np.int32), tl.int32)
     return types.SimpleNamespace(get_result=lambda index: result)
 
