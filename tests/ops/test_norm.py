@@ -19,8 +19,7 @@ from dflash_jax.ops import dispatch
 from dflash_jax.ops.dispatch import Kernels
 from dflash_jax.ops.shapes import TINY, Shape
 from dflash_jax.sharding import make_mesh
-from ops.conftest import PLATFORM
-from ops.triton_host import HAVE_TRITON, interpreting
+from ops.triton_host import hosted, interpreting
 
 EPS = 1e-5
 RELATIVE = {jnp.float32: 1e-5, jnp.bfloat16: 2 * 2.0**-8}  # of normed numbers: of bfloat16 two are rounded
@@ -117,7 +116,7 @@ def draft_states(kernels: Kernels) -> list[np.ndarray]:
     return [np.asarray(goldens.jit(run)(pair.draft_params, pair.target_params, goldens.poisoned_pool(pair.draft, 1)))]
 
 
-@pytest.mark.skipif(not HAVE_TRITON or PLATFORM == "gpu", reason="for Triton's interpreter")
+@hosted
 @pytest.mark.parametrize("states", [target_states, draft_states])
 def test_models_with_the_kernel_compute_what_they_do_with_xla(states: Callable[[Kernels], list[np.ndarray]]):
     """Taps are the sums, and the last norm is the last layer's second."""

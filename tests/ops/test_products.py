@@ -22,8 +22,7 @@ from dflash_jax.ops.kernel_packages import kernel_module
 from dflash_jax.ops.shapes import DRAFT, TINY, VERIFY, Shape
 from dflash_jax.sharding import make_mesh
 from ops import dense
-from ops.conftest import PLATFORM
-from ops.triton_host import ASKED, HAVE_TRITON, SHARED_BYTES, interpreting, recording
+from ops.triton_host import ASKED, HAVE_TRITON, SHARED_BYTES, hosted, interpreting, recording
 
 EPS = 1e-5
 BF16 = 2.0**-8  # half the distance of two bfloat16 numbers, at most, of the number
@@ -31,7 +30,6 @@ RELATIVE = {jnp.float32: 1e-5, jnp.bfloat16: 4 * BF16}
 each_dtype = pytest.mark.parametrize("dtype", RELATIVE, ids=["float32", "bfloat16"])
 SMALL = [shape for shape in TINY if shape.role in (VERIFY, DRAFT)]
 each_shape = pytest.mark.parametrize("shape", SMALL, ids=lambda shape: shape.name)
-hosted = pytest.mark.skipif(not HAVE_TRITON or PLATFORM == "gpu", reason="for Triton's interpreter")
 
 
 def drawn(*sizes: tuple[int, ...], dtype: Any) -> list[jax.Array]:

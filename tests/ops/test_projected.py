@@ -17,7 +17,7 @@ from dflash_jax.ops.shapes import TINY, VERIFY, ModelShape, Shape
 from ops import dense
 from ops.dense import QUICKLY
 from ops.test_write import EPS, Launch, split
-from ops.triton_host import HAVE_TRITON, interpreting
+from ops.triton_host import hosted, interpreting
 
 TOLERANCE = {jnp.float32: 2e-5, jnp.bfloat16: 3e-2}
 PLAIN, *_, OTHER = (shape for shape in TINY if shape.role == VERIFY and shape.window is None)
@@ -98,7 +98,7 @@ def test_a_draft_layer_only_reads_the_pool(kernels: Kernels, shape: Shape, causa
     check(found, case.expected(causal, window), jnp.float32)
 
 
-@pytest.mark.skipif(not HAVE_TRITON, reason="triton is not installed")
+@hosted
 @pytest.mark.parametrize("programs, parts", [(24, 2), (36, 3), (12, 1)])
 def test_the_block_is_a_part_apart_or_the_last_shares(programs: int, parts: int):
     """Two shares of 12 streams, and room for the block or not; and one program for all."""
@@ -113,7 +113,7 @@ def test_the_block_is_a_part_apart_or_the_last_shares(programs: int, parts: int)
     check(found, case.expected(False, None), jnp.bfloat16)
 
 
-@pytest.mark.skipif(not HAVE_TRITON, reason="triton is not installed")
+@hosted
 @pytest.mark.parametrize("many, rows", [(4, 8), (24, 4), (81, 1)])
 def test_several_rows_are_combined_by_one_program(many: int, rows: int, monkeypatch: pytest.MonkeyPatch):
     """Ten rows of eight streams, which eight and four do not divide."""

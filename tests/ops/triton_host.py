@@ -23,8 +23,12 @@ from unittest import mock
 import jax
 import jax.numpy as jnp
 import numpy as np
+import pytest
 
 HAVE_TRITON = importlib.util.find_spec("triton") is not None
+hosted = pytest.mark.skipif(
+    not HAVE_TRITON or jax.default_backend() == "gpu", reason="for Triton's interpreter, which needs a CPU"
+)
 NAMES = {"float32": "fp32", "bfloat16": "bf16", "int32": "i32", "uint32": "u32", "bool": "i1"}
 _ONE_AT_A_TIME = threading.Lock()  # each device of a mesh has a thread, and what is patched below is everyone's
 # What interpreted kernels asked for ahead of time, for tests to look at: (which of their inputs, bytes from its start).
