@@ -237,6 +237,7 @@ class Stage:
         try:
             for some in [everyone] if self.setting.args.alternate else [[one] for one in everyone]:
                 if self.rates is None and any(isinstance(one, EngineContender) for one in some):
+                    self._check_choices()
                     self._measure_rates()
                 outcomes = [Outcome(one.name) for one in some]
                 self.outcomes += outcomes
@@ -251,8 +252,8 @@ class Stage:
     def has_figures(self) -> bool:
         return any(outcome.levels for outcome in self.outcomes)
 
-    def _measure_rates(self) -> None:
-        """While no engine fills the device: before the first, and after the last."""
+    def _check_choices(self) -> None:
+        """What cannot be had on this machine ends the run before it begins."""
         import jax
 
         args = self.setting.args
@@ -260,8 +261,14 @@ class Stage:
         platform, mesh = jax.default_backend(), tensor_mesh(args.tensor_parallel_size or 1)
         options.check_memory(args, platform)
         for backend in options.split_names("--kernels", args.kernels):
-            select(backend, platform, mesh)  # a choice that cannot be had ends the run before it begins
-        self.rates = better(self.rates, measure_rates(choose_dtype(args.dtype or "auto", platform)))
+            select(backend, platform, mesh)
+
+    def _measure_rates(self) -> None:
+        """While no engine fills the device: before the first, and after the last."""
+        import jax
+
+        dtype = choose_dtype(self.setting.args.dtype or "auto", jax.default_backend())
+        self.rates = better(self.rates, measure_rates(dtype))
 
     def _look_at_differences(self) -> None:
         """Open plain decoding once more where somebody's tokens are not its own."""
