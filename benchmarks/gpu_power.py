@@ -26,6 +26,7 @@ import jax
 import jax.numpy as jnp
 from jax import Array
 from record import record
+from round_profile import train
 
 from dflash_jax.benchmark.round_report import make_timer
 from dflash_jax.benchmark.split import RoundTimer
@@ -106,22 +107,20 @@ def watched(
 ) -> dict[str, Any]:
     """Milliseconds, clock and power of `launch`, which does its work `of` times; `begin` comes before each train."""
     jax.block_until_ready(launch())
-    times_s: list[float] = []
+    times_ms: list[float] = []
     with sampled() as samples:
         end_s = time.perf_counter() + SECONDS
         while time.perf_counter() < end_s:
             begin()
-            start_s = time.perf_counter()
-            for _ in range(TRAIN):
-                last = launch()
-            jax.block_until_ready(last)
-            times_s.append((time.perf_counter() - start_s) / TRAIN / of)
+            times_ms.append(train(launch, TRAIN) / of)
     if not samples:
         raise SystemExit(f"nvidia-smi says nothing of {', '.join(ASKED)}")
     settled = samples[len(samples) // 2 :]
     clock, power, capped = (statistics.median(column) for column in zip(*settled, strict=True))
-    return {"what": name, "ms": statistics.median(times_s) * 1e3, "first_ms": times_s[0] * 1e3, "clock_mhz": clock,
-            "power_w": power, "power_limited": bool(capped)}  # fmt: skip
+    return {
+        "what": name, "ms": statistics.median(times_ms), "first_ms": times_ms[0], "clock_mhz": clock, "power_w": power,
+        "power_limited": bool(capped),
+    }  # fmt: skip
 
 
 @contextlib.contextmanager
@@ -134,8 +133,7 @@ def sampled() -> Iterator[list[tuple[float, ...]]]:
             with contextlib.suppress(ValueError):  # a figure that this GPU or driver does not have
                 samples.append(parsed(line))
 
-    query = ["-lms", str(EVERY_MS)]
-    with subprocess.Popen([*asking(*ASKED), *query], stdout=subprocess.PIPE, text=True) as process:
+    with subprocess.Popen([*asking(*ASKED), "-lms", str(EVERY_MS)], stdout=subprocess.PIPE, text=True) as process:
         reader = threading.Thread(target=read, args=(process.stdout or (),))
         reader.start()
         try:

@@ -18,6 +18,7 @@ import json
 import statistics
 import tempfile
 import time
+from collections.abc import Callable
 from typing import Any
 
 import jax
@@ -46,7 +47,7 @@ def main() -> None:
     timer = make_timer(loaded, select(args.kernels, jax.default_backend()), args.requests, args.context, block)
     for _ in range(8):
         jax.block_until_ready(timer.whole())
-    found = {"wall_ms": statistics.median(train(timer, TRAIN) for _ in range(REPEATS)), **profiled(timer)}
+    found = {"wall_ms": statistics.median(train(timer.whole, TRAIN) for _ in range(REPEATS)), **profiled(timer)}
     shape = f"{args.preset}, {args.requests} x {block} rows over {args.context}"
     print(f"{shape}: " + ", ".join(f"{key} {value:.3f}" for key, value in found.items() if key != "kernels"))
     for kernel in found["kernels"]:
@@ -55,11 +56,11 @@ def main() -> None:
         record(args.name, {"shape": shape, "plain": args.plain, "kernels": args.kernels, **found})
 
 
-def train(timer: RoundTimer, rounds: int) -> float:
+def train(launch: Callable[[], Any], rounds: int) -> float:
     """Milliseconds of one of several rounds in a row."""
     start_s = time.perf_counter()
     for _ in range(rounds):
-        last = timer.whole()
+        last = launch()
     jax.block_until_ready(last)
     return (time.perf_counter() - start_s) / rounds * 1e3
 
@@ -68,7 +69,7 @@ def profiled(timer: RoundTimer) -> dict[str, Any]:
     """Busy and idle time of the device, and its kernels, for a round."""
     with tempfile.TemporaryDirectory() as folder:
         with jax.profiler.trace(folder):
-            train(timer, TRACED)
+            train(timer.whole, TRACED)
         events = device_events(folder)
     spent, times, idle_us, end_us = collections.Counter(), collections.Counter(), 0.0, events[0][0]
     for start_us, lasted_us, name in events:

@@ -16,10 +16,11 @@ def ask(lines):
 
 @triton.jit
 def ask_for_share(ref, share, SHARES: tl.constexpr, SIZE: tl.constexpr, LANES: tl.constexpr):
-    """For share `share` of SHARES of the SIZE numbers from `ref` on, LANES lines at a time."""
-    LINE: tl.constexpr = LINE_BITS // ref.dtype.element_ty.primitive_bitwidth
-    LINES: tl.constexpr = triton.cdiv(SIZE, LINE)
-    EACH: tl.constexpr = triton.cdiv(LINES, SHARES)
-    end = tl.minimum((share + 1) * EACH, LINES)
-    for at in range(share * EACH, end, LANES):
-        ask(ref + tl.minimum(at + tl.arange(0, LANES), end - 1) * LINE)
+    """For share `share` of SHARES (0: nothing) of the SIZE numbers from `ref` on, LANES lines at a time."""
+    if SHARES > 0:
+        LINE: tl.constexpr = LINE_BITS // ref.dtype.element_ty.primitive_bitwidth
+        LINES: tl.constexpr = triton.cdiv(SIZE, LINE)
+        EACH: tl.constexpr = triton.cdiv(LINES, SHARES)
+        end = tl.minimum((share + 1) * EACH, LINES)
+        for at in range(share * EACH, end, LANES):
+            ask(ref + tl.minimum(at + tl.arange(0, LANES), end - 1) * LINE)

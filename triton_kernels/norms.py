@@ -38,22 +38,6 @@ def add_norm_row(
 
 
 @triton.jit
-def _row_of_shares(
-    row, rows, x_ref, part_ref, weight_ref, sum_ref, normed_ref,
-    eps: tl.constexpr, SHARES: tl.constexpr, H: tl.constexpr, BH: tl.constexpr,
-):  # fmt: skip
-    h = tl.arange(0, BH)
-    inside = h < H
-    at = row.to(tl.int64) * H + h
-    x = tl.load(x_ref + at, mask=inside, other=0.0).to(tl.float32)
-    delta = tl.zeros([BH], tl.float32)
-    for share in tl.static_range(SHARES):
-        delta += tl.load(part_ref + share * rows * H + at, mask=inside, other=0.0)
-    delta = delta.to(x_ref.dtype.element_ty).to(tl.float32)
-    _kept(x, delta, at, h, weight_ref, sum_ref, normed_ref, eps, H)
-
-
-@triton.jit
 def add_shares_norm(
     x_ref, part_ref, weight_ref, ahead_ref, sum_ref, normed_ref,
     eps: tl.constexpr, SHARES: tl.constexpr, H: tl.constexpr, BH: tl.constexpr,
@@ -64,9 +48,15 @@ def add_shares_norm(
     Grid (rows + ASKING): the last ASKING programs ask for the AHEAD numbers of `ahead`, LANES lines at a time.
     """
     row, rows = tl.program_id(0), tl.num_programs(0) - ASKING
-    if ASKING == 0:
-        _row_of_shares(row, rows, x_ref, part_ref, weight_ref, sum_ref, normed_ref, eps, SHARES, H, BH)
-    elif row < rows:
-        _row_of_shares(row, rows, x_ref, part_ref, weight_ref, sum_ref, normed_ref, eps, SHARES, H, BH)
+    if row < rows:
+        h = tl.arange(0, BH)
+        inside = h < H
+        at = row.to(tl.int64) * H + h
+        x = tl.load(x_ref + at, mask=inside, other=0.0).to(tl.float32)
+        delta = tl.zeros([BH], tl.float32)
+        for share in tl.static_range(SHARES):
+            delta += tl.load(part_ref + share * rows * H + at, mask=inside, other=0.0)
+        delta = delta.to(x_ref.dtype.element_ty).to(tl.float32)
+        _kept(x, delta, at, h, weight_ref, sum_ref, normed_ref, eps, H)
     else:
         ask_for_share(ahead_ref, row - rows, ASKING, AHEAD, LANES)

@@ -18,12 +18,13 @@ from typing import NamedTuple, TypeVar
 
 import jax
 
-PROGRAMS = 264  # to keep 132 multiprocessors busy, two programs on each
+MULTIPROCESSORS = 132  # of an H200
+PROGRAMS = 2 * MULTIPROCESSORS  # to keep them busy
 MOST_SHARES = 32
 FEW_ROWS = 16  # of a product that is as fast as its weight is read
 MORE_ROWS = {"9.0": 128}  # the same by compute capability, where more were measured; their tiles take up to 192 KB
 ASKED_EARLY = 4 << 20  # bytes, at most, of a weight that is asked for while a norm is computed
-MANY = 8 * 132  # programs of a warp that an H200 takes longer to start than to run
+MANY = 8 * MULTIPROCESSORS  # programs of a warp that it takes longer to start than to run
 WIDE = 2048  # columns of a weight that fill a chip without being cut small
 TUNED = Path(__file__).with_name("tuned.json")
 Kind = TypeVar("Kind")
@@ -63,6 +64,13 @@ class Load(NamedTuple):
     float32: bool
     width: int
 
+    @classmethod
+    def of(
+        cls, requests: int, rows: int, kv_heads: int, group: int, head_dim: int, width: int, float32: bool
+    ) -> Load:
+        """Of `rows` rows of `group` query heads on each of `kv_heads`, over tables of `width` committed tokens."""
+        return cls(requests * kv_heads, rows * group, head_dim, float32, width)
+
 
 class Cut(NamedTuple):
     """A way to do it: as in `Tiles`, but for `programs`, how many of them the shares should make in all."""
@@ -79,7 +87,7 @@ def attention_tiles(
     requests: int, rows: int, kv_heads: int, group: int, head_dim: int, width: int, float32: bool
 ) -> Tiles:
     """For `rows` rows of `group` query heads on each of `kv_heads`, over tables of `width` committed tokens at most."""
-    load = Load(requests * kv_heads, rows * group, head_dim, float32, width)
+    load = Load.of(requests, rows, kv_heads, group, head_dim, width, float32)
     cut = _forced(Cut) or tuned(load, _chip()) or rule_of_thumb(load)
     wanted = cut.programs // (load.streams * -(-load.lanes // cut.lanes))
     shares = max(1, min(wanted, -(-width // (2 * cut.tokens)), MOST_SHARES))
@@ -123,7 +131,7 @@ def programs_that_ask(weight_bytes: int) -> int:
 
     Qwen3-8B's (200 MB) only take the memory's time from others; SmolLM2's make its round 4 % shorter.
     """
-    return PROGRAMS // 2 if weight_bytes <= ASKED_EARLY else 0
+    return MULTIPROCESSORS if weight_bytes <= ASKED_EARLY else 0
 
 
 @contextlib.contextmanager

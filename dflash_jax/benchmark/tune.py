@@ -73,10 +73,10 @@ def measure(shape: Shape, kernels: Kernels, dtype: Any, tiles: Any) -> dict[str,
     """Microseconds of the op of a round's layer under the rule of thumb and each of its neighbours."""
     [case] = [one for one in op_cases(shape, dtype) if one.op == TUNED[shape.role]]
     model = shape.model
-    load = tiles.Load(
-        shape.requests * model.kv_heads, shape.rows * model.group, model.head_dim, dtype == "float32",
-        shape.pages_per_slot * shape.page_size,
-    )  # fmt: skip
+    width = shape.pages_per_slot * shape.page_size
+    load = tiles.Load.of(
+        shape.requests, shape.rows, model.kv_heads, model.group, model.head_dim, width, dtype == "float32"
+    )
     cuts = list(neighbours(tiles.rule_of_thumb(load), load))
     with ThreadPoolExecutor(THREADS) as pool:
         launchers = list(pool.map(lambda cut: compiled(case, kernels, cut, tiles), cuts))

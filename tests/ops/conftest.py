@@ -7,7 +7,7 @@ from collections.abc import Iterator
 import jax
 import pytest
 
-from dflash_jax.ops import dispatch, native
+from dflash_jax.ops import native
 from dflash_jax.ops.dispatch import Kernels, backends, interpreted, select
 from ops.triton_host import HAVE_TRITON, interpreting
 
@@ -34,7 +34,5 @@ def kernels(request: pytest.FixtureRequest) -> Iterator[Kernels]:
     if request.param != HOSTED:
         yield select(request.param, PLATFORM)
         return
-    dispatch._kernel.cache_clear()
     with interpreting():
         yield Kernels("triton")
-    dispatch._kernel.cache_clear()

@@ -19,10 +19,10 @@ from dflash_jax.ops.dispatch import Kernels
 from dflash_jax.ops.kernel_packages import kernel_module, kernel_names
 from dflash_jax.ops.shapes import find
 from ops.test_triton import NAMES
-from ops.triton_host import HAVE_TRITON
+from ops.triton_host import with_triton
 
 pytestmark = [
-    pytest.mark.skipif(not HAVE_TRITON, reason="triton is not installed"),
+    with_triton,
     pytest.mark.filterwarnings("ignore:.*Triton 3.10:UserWarning"),
 ]
 CHOICE = "DFLASH_JAX_TRITON"

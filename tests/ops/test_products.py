@@ -22,7 +22,7 @@ from dflash_jax.ops.kernel_packages import kernel_module
 from dflash_jax.ops.shapes import DRAFT, TINY, VERIFY, Shape
 from dflash_jax.sharding import make_mesh
 from ops import dense
-from ops.triton_host import ASKED, HAVE_TRITON, SHARED_BYTES, hosted, interpreting, recording
+from ops.triton_host import ASKED, SHARED_BYTES, hosted, interpreting, recording, with_triton
 
 EPS = 1e-5
 BF16 = 2.0**-8  # half the distance of two bfloat16 numbers, at most, of the number
@@ -164,10 +164,8 @@ def all_cuts(rules: Any) -> tuple[Callable[..., Any], ...]:
 @contextlib.contextmanager
 def tiles() -> Iterator[Any]:
     """The module that the ops ask, while Triton's kernels are interpreted."""
-    dispatch._kernel.cache_clear()
     with interpreting():
         yield kernel_module("triton", "tiles")
-    dispatch._kernel.cache_clear()
 
 
 @hosted
@@ -228,7 +226,7 @@ def test_cuts_keep_all_multiprocessors_busy():
 
 
 @pytest.mark.slow
-@pytest.mark.skipif(not HAVE_TRITON, reason="triton is not installed")
+@with_triton
 @pytest.mark.parametrize("rows", [17, 128])
 def test_more_rows_fit_a_hopper(rows: int, monkeypatch: pytest.MonkeyPatch):
     def trace(*arrays: jax.Array) -> None:
@@ -237,29 +235,25 @@ def test_more_rows_fit_a_hopper(rows: int, monkeypatch: pytest.MonkeyPatch):
         Kernels("triton").gated_product(x, gate_up)
         Kernels("triton").project(x, qkv)
 
-    dispatch._kernel.cache_clear()
     with recording() as found:
         monkeypatch.setattr(kernel_module("triton", "tiles"), "_chip", lambda: "9.0")
         shapes = (rows, 4096), (rows, 12288), (12288, 4096), (4096,), (4096, 2, 12288), (4096, 8, 6, 128)
         jax.eval_shape(trace, *(jax.ShapeDtypeStruct(shape, jnp.bfloat16) for shape in shapes))
-    dispatch._kernel.cache_clear()
     assert len(found) == 4
     assert all(one.compile(90).metadata.shared <= SHARED_BYTES[90] for one in found)
 
 
-@pytest.mark.skipif(not HAVE_TRITON, reason="triton is not installed")
-def test_only_kernels_that_are_given_a_weight_ask(monkeypatch: pytest.MonkeyPatch):
+@with_triton
+def test_only_kernels_that_are_given_a_weight_ask():
     x, y, w, norm, ahead = drawn((2, 40), (2, 96), (96, 40), (40,), (96, 40), dtype=jnp.bfloat16)
-    dispatch._kernel.cache_clear()
     with recording() as found:
         for more in ((), (ahead,)):
             jax.eval_shape(lambda more=more: Kernels("triton").project_add_norm(x, y, w, norm, EPS, *more))
-    dispatch._kernel.cache_clear()
     norms = [one.compile(90).asm["ptx"] for one in found if one.kernel.fn.__name__ == "add_shares_norm"]
     assert [ptx.count("prefetch.global.L2") for ptx in norms] == [0, 1]
 
 
-@pytest.mark.skipif(not HAVE_TRITON, reason="triton is not installed")
+@with_triton
 @pytest.mark.parametrize(
     ("rows", "dtype", "expected"),
     [(8, jnp.bfloat16, ["share_of_product", "add_shares_norm", "gated_tile", "share_of_product"]),
@@ -274,10 +268,8 @@ def test_what_is_launched(rows: int, dtype: Any, expected: list[str]):
         Kernels("triton").gated_product(x, gate_up)
         Kernels("triton").project(x, gate_up)
 
-    dispatch._kernel.cache_clear()
     with recording() as found:
         jax.eval_shape(trace)
-    dispatch._kernel.cache_clear()
     assert [one.kernel.fn.__name__ for one in found] == expected
 
 
@@ -366,11 +358,9 @@ def test_models_with_the_kernels_compute_what_they_do_with_xla(states: Callable[
     """As near as XLA's bfloat16 is to its float32."""
     own = ("project", "gated_product", "project_add_norm")
     alone = Kernels("triton", spared=tuple(op for op in dispatch.OPS if op not in own))
-    dispatch._kernel.cache_clear()
     with interpreting():
         assert set(alone.own_ops) == set(own)
         found = states(alone, jnp.bfloat16)
-    dispatch._kernel.cache_clear()
     exact, xla = states(Kernels(), jnp.float32), states(Kernels(), jnp.bfloat16)
     for mine, theirs, truth in zip(found, xla, exact, strict=True):
         assert np.isfinite(mine).all()
@@ -384,10 +374,8 @@ def test_layers_say_what_comes_next_and_are_traced_together():
     rows = goldens.rows(case.golden["input_ids"][:1, :7])  # as many as no other test traces
     rows, pool = dataclasses.replace(rows, kernels=Kernels("triton")), goldens.poisoned_pool(case.config, 1)
     forward = FAMILIES[case.config.family].forward
-    dispatch._kernel.cache_clear()
     with recording() as found:
         jax.eval_shape(lambda params, pool: forward(params, case.config, rows, pool), case.params, pool)
-    dispatch._kernel.cache_clear()
     asked = [one.constants["AHEAD"] for one in found if one.kernel.fn.__name__ == "add_shares_norm"]
     layer = case.params["layers"][0]
     assert case.config.num_layers == 3 and asked == 2 * [layer["mlp"]["gate_up"].size, layer["attn"]["qkv"].size]

@@ -10,7 +10,6 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from dflash_jax.ops import dispatch
 from dflash_jax.ops.dispatch import Kernels
 from dflash_jax.ops.kernel_packages import kernel_module
 from dflash_jax.ops.shapes import TINY, VERIFY, ModelShape, Shape
@@ -22,7 +21,6 @@ from ops.triton_host import hosted, interpreting
 TOLERANCE = {jnp.float32: 2e-5, jnp.bfloat16: 3e-2}
 PLAIN, *_, OTHER = (shape for shape in TINY if shape.role == VERIFY and shape.window is None)
 WIDE = Shape(ModelShape("test", 32, 64, 8, 1, 16, 61, 8, 1, 1), VERIFY, 2, 16, 40)  # query rows for two tiles
-
 UNEVEN = Shape(ModelShape("uneven", 48, 136, 4, 2, 64, 97, 5, 3, 1), VERIFY, 4, 5, 64)
 
 
@@ -103,13 +101,11 @@ def test_a_draft_layer_only_reads_the_pool(kernels: Kernels, shape: Shape, causa
 def test_the_block_is_a_part_apart_or_the_last_shares(programs: int, parts: int):
     """Two shares of 12 streams, and room for the block or not; and one program for all."""
     case = Projected.of(PLAIN, jnp.bfloat16, norm=True)
-    dispatch._kernel.cache_clear()
     with interpreting():
         tiles = kernel_module("triton", "tiles")
         with tiles.forced(tiles.Cut(lanes=16, tokens=16, warps=4, stages=2, programs=programs)):
             assert tiles.attention_tiles(3, 8, 4, 1, 16, 48, False).parts == parts
             found = case.run(Kernels("triton").draft_attention, causal=False)
-    dispatch._kernel.cache_clear()
     check(found, case.expected(False, None), jnp.bfloat16)
 
 
@@ -118,14 +114,12 @@ def test_the_block_is_a_part_apart_or_the_last_shares(programs: int, parts: int)
 def test_several_rows_are_combined_by_one_program(many: int, rows: int, monkeypatch: pytest.MonkeyPatch):
     """Ten rows of eight streams, which eight and four do not divide."""
     case = Projected.of(UNEVEN, jnp.bfloat16, norm=True)
-    dispatch._kernel.cache_clear()
     with interpreting():
         tiles = kernel_module("triton", "tiles")
         monkeypatch.setattr(tiles, "MANY", many)
         assert tiles.rows_to_combine(8, 10) == rows
         with tiles.forced(tiles.Cut(lanes=16, tokens=16, warps=4, stages=2, programs=24)):
             found = case.run(Kernels("triton").draft_attention, causal=False)
-    dispatch._kernel.cache_clear()
     check(found, case.expected(False, None), jnp.bfloat16)
 
 

@@ -9,14 +9,13 @@ import jax.numpy as jnp
 import pytest
 
 from dflash_jax.benchmark.op_cases import OpCase, op_cases
-from dflash_jax.ops import dispatch
 from dflash_jax.ops.dispatch import Kernels
 from dflash_jax.ops.kernel_packages import kernel_module, kernel_names
 from dflash_jax.ops.shapes import find
-from ops.triton_host import HAVE_TRITON, SHARED_BYTES, Launch, recording
+from ops.triton_host import SHARED_BYTES, Launch, recording, with_triton
 
 pytestmark = [
-    pytest.mark.skipif(not HAVE_TRITON, reason="triton is not installed"),
+    with_triton,
     pytest.mark.filterwarnings("ignore:.*Triton 3.10:UserWarning"),  # what 3.9 says of its successor
 ]
 CHIPS = {80: "A100", 90: "H100, H200", 100: "B200"}
@@ -39,10 +38,8 @@ def launches(dtype: type) -> list[Launch]:
         return repr((one.kernel, one.settings, constants, [x.dtype for x in (*one.arrays, *one.out)]))
 
     used: set[str] = set()
-    dispatch._kernel.cache_clear()
     with recording() as found:
         jax.eval_shape(trace)
-    dispatch._kernel.cache_clear()
     assert used >= set(kernel_names("triton"))
     return list({key(one): one for one in found}.values())
 
@@ -70,12 +67,10 @@ def test_pages_that_are_asked_for_ahead():
     for ahead in (0, 64):
         with recording() as found:
             tiles = kernel_module("triton", "tiles")  # the package is loaded anew for the recording
-            load = tiles.Load(model.kv_heads, case.rows * model.group, model.head_dim, False, 528)
+            load = tiles.Load.of(1, case.rows, model.kv_heads, model.group, model.head_dim, 528, False)
             rule = tiles.rule_of_thumb(load)
-            dispatch._kernel.cache_clear()
             with tiles.forced(rule._replace(ahead=ahead)):
                 jax.eval_shape(lambda: [call(one) for one in op_cases(case, jnp.bfloat16) if "attention" in one.op])
-        dispatch._kernel.cache_clear()
         asked = [one.compile(90).asm["ptx"].count("prefetch.global.L2") for one in found if one.grid[2:]]
         assert len(asked) == 2 and all(n == (2 if ahead else 0) for n in asked)
 

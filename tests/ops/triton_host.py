@@ -26,6 +26,7 @@ import numpy as np
 import pytest
 
 HAVE_TRITON = importlib.util.find_spec("triton") is not None
+with_triton = pytest.mark.skipif(not HAVE_TRITON, reason="triton is not installed")
 hosted = pytest.mark.skipif(
     not HAVE_TRITON or jax.default_backend() == "gpu", reason="for Triton's interpreter, which needs a CPU"
 )
@@ -211,7 +212,8 @@ def _interpreted_helpers(names: dict[str, Any]) -> Iterator[None]:
 
 @contextmanager
 def _standing_in(call: Callable[[Launch, Sequence[Any]], tuple[Any, ...]]) -> Iterator[None]:
-    """`triton_call` is `call(launch, arrays)` meanwhile."""
+    """`triton_call` is `call(launch, arrays)` meanwhile, and ops take the kernels that call it."""
+    from dflash_jax.ops import dispatch
     from dflash_jax.ops.kernel_packages import load_kernel_package
 
     def triton_call(
@@ -234,6 +236,7 @@ def _standing_in(call: Callable[[Launch, Sequence[Any]], tuple[Any, ...]]) -> It
     for name in before:
         del sys.modules[name]
     sys.modules["jax_triton"] = stand_in
+    dispatch._kernel.cache_clear()
     try:
         with mock.patch.dict(os.environ, {"DFLASH_JAX_TRITON": "jax_triton"}):
             yield
@@ -241,6 +244,7 @@ def _standing_in(call: Callable[[Launch, Sequence[Any]], tuple[Any, ...]]) -> It
         for name in [name for name in sys.modules if _within(name, package, "jax_triton")]:
             del sys.modules[name]
         sys.modules.update(before)
+        dispatch._kernel.cache_clear()
 
 
 def _within(name: str, *packages: str) -> bool:
