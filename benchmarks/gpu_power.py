@@ -4,7 +4,8 @@
 
 A GPU at its power limit lowers its clock until it is within it.  What that costs shows in the same work on zeros, which
 takes less power: rounds of a pair whose layers' weights are zero (its embedding and heads are random, so that drafts
-are rejected as they are with random layers), and a product of as many rows as 32 requests have.
+are rejected as they are with random layers), and a product of as many rows as 32 requests have.  Of random numbers some
+take less than others: rounds also run on what vLLM calls dummy weights, all of them uniform within ±0.001.
 first_ms: of the first train of rounds, when the chip comes from rest; ms: for as long as it is watched.  Each train
 begins with `context` committed tokens anew.
 """
@@ -36,6 +37,7 @@ from dflash_jax.ops import select
 
 ASKED = ("clocks.sm", "power.draw.instant", "clocks_event_reasons.sw_power_cap")
 EVERY_MS, TRAIN, SECONDS = 50, 20, 2.0
+UNIFORM = 1e-3
 ROWS, WEIGHTS = 512, 4  # the weights take turns, so that none stays in the chip's cache
 
 
@@ -50,7 +52,8 @@ def main() -> None:
     limits = queried("power.limit", "clocks.max.sm")
     print(f"at most {limits['power.limit']:.0f} W and {limits['clocks.max.sm']:.0f} MHz")
     kernels, block, results = select("auto", jax.default_backend()), pair.drafter.max_block, []
-    for kind, loaded in (("random", pair), ("zero", without_layers(pair))):
+    for kind, change in (("normal", None), ("zero", without_layers), ("uniform", uniform)):
+        loaded = change(pair) if change else pair
         for requests in args.requests or [1, 8, 32]:
             timer = make_timer(loaded, kernels, requests, args.context, block)
             begin = functools.partial(rewind, timer, args.context)
@@ -73,6 +76,20 @@ def without_layers(pair: Loaded) -> Loaded:
     target, draft = ({**params, "layers": jax.tree.map(jnp.zeros_like, params["layers"])}
                      for params in (weights.target, weights.draft))  # fmt: skip
     return dataclasses.replace(pair, weights=weights._replace(target=target, draft=draft))
+
+
+def uniform(pair: Loaded) -> Loaded:
+    """The pair with all weights, also of norms, drawn anew within ±UNIFORM."""
+    arrays, tree = jax.tree.flatten(pair.weights)
+    keys = jax.random.split(jax.random.key(0), len(arrays))
+    drawn = [_uniform(key, x) if jnp.issubdtype(x.dtype, jnp.floating) else x
+             for key, x in zip(keys, arrays, strict=True)]  # fmt: skip
+    return dataclasses.replace(pair, weights=jax.tree.unflatten(tree, drawn))
+
+
+@jax.jit
+def _uniform(key: Array, x: Array) -> Array:
+    return jax.random.uniform(key, x.shape, jnp.float32, -UNIFORM, UNIFORM).astype(x.dtype)
 
 
 def rewind(timer: RoundTimer, context: int) -> None:

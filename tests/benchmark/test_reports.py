@@ -5,13 +5,17 @@ from __future__ import annotations
 import json
 from collections.abc import Iterator
 
+import jax
 import jax.numpy as jnp
+import numpy as np
 import pytest
 from llm.pairs import FOLDER, compiling_lightly  # pyright: ignore[reportMissingImports]
 
 from dflash_jax.benchmark import op_cases as cases
 from dflash_jax.benchmark.__main__ import main
-from dflash_jax.ops.dispatch import OPS, Kernels
+from dflash_jax.benchmark.round_report import make_timer
+from dflash_jax.benchmark.synthetic import random_pair
+from dflash_jax.ops.dispatch import OPS, Kernels, select
 from dflash_jax.ops.shapes import REAL, TINY, VERIFY, ModelShape, Shape, find
 
 MODEL = ModelShape(
@@ -128,13 +132,31 @@ def test_shapes_by_name(capsys):
     assert "there is no shape 'qwen9'" in err and "or a model's name: llama-3.1-8b, qwen3-4b" in err
 
 
-@pytest.mark.slow
-def test_round_report(tmp_path, capsys, monkeypatch):
+@pytest.fixture
+def tiny(monkeypatch: pytest.MonkeyPatch) -> str:
+    """The name of a preset whose shape is a recorded pair's."""
     pair = FOLDER / "qwen3-v1"
     shape = {name: json.loads((pair / name / "config.json").read_text()) for name in ("target", "draft")}
     monkeypatch.setattr("dflash_jax.benchmark.synthetic.load_preset", lambda name: shape)
+    return "tiny"
+
+
+def test_a_timed_round_reads_other_random_numbers_for_each_request(tiny):
+    """On zeros a GPU takes less power, and at its limit less time."""
+    state = make_timer(random_pair(tiny, "float32", True), select("xla", "cpu"), 3, 33, 8).state
+    assert len(set(state.bonus[:3].tolist())) == 3
+    arrays = [*jax.tree.leaves(state.kv), *jax.tree.leaves(state.draft)]
+    assert len(arrays) > 2
+    for x in arrays:
+        assert 0.95 < float(x.std()) < 1.05 and abs(float(x.mean())) < 0.05
+        assert not np.array_equal(x[1], x[2])
+    assert not np.array_equal(arrays[0], arrays[1])
+
+
+@pytest.mark.slow
+def test_round_report(tiny, tmp_path, capsys):
     path = tmp_path / "r.json"
-    words = ["round", "--preset", "tiny", "--requests", "2", "--context", "33", "--dtype", "float32",
+    words = ["round", "--preset", tiny, "--requests", "2", "--context", "33", "--dtype", "float32",
              "--kernels", "xla"]  # fmt: skip
     assert main([*words, "--output", str(path)]) == 0
     assert "33 tokens committed" in capsys.readouterr().out

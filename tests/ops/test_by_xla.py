@@ -19,7 +19,7 @@ from dflash_jax.ops.dispatch import Kernels
 from dflash_jax.ops.kernel_packages import kernel_module, kernel_names
 from dflash_jax.ops.shapes import find
 from ops.test_triton import NAMES
-from ops.triton_host import with_triton
+from ops.triton_host import hosted, with_triton
 
 pytestmark = [
     with_triton,
@@ -147,6 +147,7 @@ def test_it_is_xla_unless_asked(monkeypatch: pytest.MonkeyPatch):
         assert launch.way() == "xla" and launch.described() == "launched by XLA"
 
 
+@hosted
 def test_an_xla_that_takes_no_kernels_says_why(monkeypatch: pytest.MonkeyPatch):
     """This machine's compiler, for CPU, knows no such call, as a version without it."""
     by_xla = kernel_module("triton", "by_xla")
