@@ -4,8 +4,8 @@
 
 A GPU at its power limit lowers its clock until it is within it.  What that costs shows in the same work on zeros, which
 takes less power: rounds of a pair whose layers' weights are zero (its embedding and heads are random, so that drafts
-are rejected as they are with random layers), and a product of as many rows as 32 requests have.  Of random numbers some
-take less than others: rounds also run on what vLLM calls dummy weights, all of them uniform within ±0.001.
+are rejected as they are with random layers), and a product of as many rows as 32 requests have.  How random weights are
+spread matters, too: rounds also run on what vLLM takes for dummy weights, all of them uniform within ±0.001.
 first_ms: of the first train of rounds, when the chip comes from rest; ms: for as long as it is watched.  Each train
 begins with `context` committed tokens anew.
 """
@@ -52,13 +52,16 @@ def main() -> None:
     limits = queried("power.limit", "clocks.max.sm")
     print(f"at most {limits['power.limit']:.0f} W and {limits['clocks.max.sm']:.0f} MHz")
     kernels, block, results = select("auto", jax.default_backend()), pair.drafter.max_block, []
-    for kind, change in (("normal", None), ("zero", without_layers), ("uniform", uniform)):
-        loaded = change(pair) if change else pair
+    weights = {"normal weights": lambda pair: pair, "zeros for layers": without_layers, "uniform weights": uniform}
+    for kind, made in weights.items():
+        loaded = made(pair)
         for requests in args.requests or [1, 8, 32]:
             timer = make_timer(loaded, kernels, requests, args.context, block)
             begin = functools.partial(rewind, timer, args.context)
-            name = f"round, {requests} x {block} rows over {args.context}, layers {kind}"
+            name = f"round, {requests} x {block} rows over {args.context}, {kind}"
             results.append(watched(name, timer.whole, begin))
+            del timer, begin  # the pools, before others are made
+        del loaded
     k, n = pair.config.hidden_size, 2 * pair.config.intermediate_size
     for kind in ("normal", "zeros"):
         found = watched(f"{ROWS} rows x {k} x {n}, {kind}", product(k, n, kind), of=WEIGHTS)

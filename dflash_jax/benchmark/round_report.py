@@ -12,6 +12,7 @@ from pathlib import Path
 from typing import Any
 
 import jax
+import jax.numpy as jnp
 from jax import Array
 from rich.table import Table
 
@@ -94,7 +95,7 @@ def make_timer(loaded: Loaded, kernels: Kernels, requests: int, context: int, bl
     pages = requests * width + 1
     kv = make_pool(loaded.config, pages, PAGE, loaded.dtype, loaded.mesh)
     draft = loaded.drafter.init_cache(pages, PAGE, loaded.dtype, loaded.mesh)
-    state = init_state(requests, width, redrawn(kv), redrawn(draft))
+    state = init_state(requests, width, *redrawn((kv, draft)))
     bonus = jax.random.randint(jax.random.key(3), state.bonus.shape, 0, loaded.config.vocab_size)
     state = on_mesh(dataclasses.replace(state, bonus=bonus), loaded.mesh)
     steps = Steps(StepConfig(loaded.config, loaded.drafter, PAGE, kernels), rounds_in_place(loaded))
@@ -102,16 +103,20 @@ def make_timer(loaded: Loaded, kernels: Kernels, requests: int, context: int, bl
     return RoundTimer(steps, weights, filled(state, requests, context, width), requests, block)
 
 
-def redrawn(pool: Any) -> Any:
-    """The pool, zeroed, with random numbers in place of zeros, which would take less power and on some chips less time.
+def redrawn(pools: Any) -> Any:
+    """The pools with random numbers in place of zeros, which take less power: a GPU at its limit is faster on them.
 
-    Each request has other ones, as each has its own tokens.
+    Arrays of whole numbers stay as they are.
     """
-    arrays, tree = jax.tree.flatten(pool)
-    keys = jax.random.split(jax.random.key(2), max(1, len(arrays)))
-    drawn = [jax.jit(_normal, out_shardings=x.sharding, donate_argnums=1, keep_unused=True)(key, x)
-             for key, x in zip(keys, arrays, strict=False)]  # fmt: skip
-    return jax.tree.unflatten(tree, drawn)
+    arrays, tree = jax.tree.flatten(pools)
+    keys = jax.random.split(jax.random.key(2), len(arrays))
+    return jax.tree.unflatten(tree, [_redrawn(key, x) for key, x in zip(keys, arrays, strict=True)])
+
+
+def _redrawn(key: Array, x: Array) -> Array:
+    if not jnp.issubdtype(x.dtype, jnp.floating):
+        return x
+    return jax.jit(_normal, out_shardings=x.sharding, donate_argnums=1, keep_unused=True)(key, x)
 
 
 def _normal(key: Array, old: Array) -> Array:

@@ -13,7 +13,7 @@ from llm.pairs import FOLDER, compiling_lightly  # pyright: ignore[reportMissing
 
 from dflash_jax.benchmark import op_cases as cases
 from dflash_jax.benchmark.__main__ import main
-from dflash_jax.benchmark.round_report import make_timer
+from dflash_jax.benchmark.round_report import make_timer, redrawn
 from dflash_jax.benchmark.synthetic import random_pair
 from dflash_jax.ops.dispatch import OPS, Kernels, select
 from dflash_jax.ops.shapes import REAL, TINY, VERIFY, ModelShape, Shape, find
@@ -146,11 +146,16 @@ def test_a_timed_round_reads_other_random_numbers_for_each_request(tiny):
     state = make_timer(random_pair(tiny, "float32", True), select("xla", "cpu"), 3, 33, 8).state
     assert len(set(state.bonus[:3].tolist())) == 3
     arrays = [*jax.tree.leaves(state.kv), *jax.tree.leaves(state.draft)]
-    assert len(arrays) > 2
+    pages = [np.asarray(x[state.page_table[i, 0]]) for x in arrays for i in range(3)]  # the first of each request
+    assert len({page.tobytes() for page in pages}) == len(pages) == 3 * len(arrays) > 6
     for x in arrays:
         assert 0.95 < float(x.std()) < 1.05 and abs(float(x.mean())) < 0.05
-        assert not np.array_equal(x[1], x[2])
-    assert not np.array_equal(arrays[0], arrays[1])
+
+
+def test_whole_numbers_of_a_cache_are_left_alone():
+    tokens = jnp.arange(12, dtype=jnp.int32)
+    same, drawn = redrawn((tokens, jnp.zeros(12)))
+    assert same is tokens and float(jnp.abs(drawn).min()) > 0
 
 
 @pytest.mark.slow

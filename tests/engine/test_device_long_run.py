@@ -36,7 +36,8 @@ def test_nothing_grows(number: int, no_retrace) -> None:
     assert engine.metrics().request_success["length"] == number + 300
     assert after["resident_bytes"] < 1.02 * before["resident_bytes"]
     assert after["device_arrays"] <= before["device_arrays"] + 64, "the runner keeps so many batches of slots"
-    assert after["python_blocks"] < before["python_blocks"] + number / 2, "one at least for each request that is kept"
+    grown = after["python_blocks"] - before["python_blocks"]
+    assert grown < 500 + number, "15 for each request that is kept; up to 400 for caches that were not full before"
 
 
 def serve_some(device: Device, engine: Engine, known: list[Known], number: int, seed: int) -> int:

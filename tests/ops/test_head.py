@@ -87,7 +87,9 @@ def test_argmax_head_finds_a_nan_before_infinity(kernels: Kernels):
     head = head.at[7].set(-jnp.inf).at[40].set(jnp.inf).at[250].set(jnp.inf)
     np.testing.assert_array_equal(kernels.argmax_head(hidden, head), [40, 40, 40])
     head = head.at[150].set(-jnp.nan).at[290].set(jnp.nan)
-    assert np.isin(kernels.argmax_head(hidden, head), (150, 290)).all()  # which of several is the backend's affair
+    # Which of two is found is XLA's affair on a GPU; all else finds the first.
+    places = (150, 290) if (kernels.backend, jax.default_backend()) == ("xla", "gpu") else (150,)
+    assert np.isin(kernels.argmax_head(hidden, head), places).all()
     np.testing.assert_array_equal(kernels.argmax_head(hidden, jnp.full_like(head, -jnp.inf)), [0, 0, 0])
 
 

@@ -51,7 +51,7 @@ def test_no_row_of_maxima_is_so_short_that_a_gpu_would_sort_it():
     assert len(rows) == 2 and min(rows) >= 1024
 
 
-@pytest.mark.skipif(jax.default_backend() == "gpu", reason="XLA for GPU sorts rows as short as these")
+@pytest.mark.xfail(jax.default_backend() == "gpu", reason="XLA for GPU sorts rows as short as these", strict=True)
 def test_groups_are_not_sorted_where_each_row_is_used_on_its_own():
     """As a selector walks from row to row."""
 
