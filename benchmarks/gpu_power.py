@@ -29,7 +29,7 @@ from jax import Array
 from record import record
 from round_profile import train
 
-from dflash_jax.benchmark.round_report import make_timer
+from dflash_jax.benchmark.round_report import make_timer, redrawn
 from dflash_jax.benchmark.split import RoundTimer
 from dflash_jax.benchmark.synthetic import random_pair
 from dflash_jax.engine.build import Loaded
@@ -83,11 +83,7 @@ def without_layers(pair: Loaded) -> Loaded:
 
 def uniform(pair: Loaded) -> Loaded:
     """The pair with all weights, also of norms, drawn anew within ±UNIFORM."""
-    arrays, tree = jax.tree.flatten(pair.weights)
-    keys = jax.random.split(jax.random.key(0), len(arrays))
-    drawn = [_uniform(key, x) if jnp.issubdtype(x.dtype, jnp.floating) else x
-             for key, x in zip(keys, arrays, strict=True)]  # fmt: skip
-    return dataclasses.replace(pair, weights=jax.tree.unflatten(tree, drawn))
+    return dataclasses.replace(pair, weights=redrawn(pair.weights, _uniform))
 
 
 @jax.jit

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import argparse
 import dataclasses
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -103,24 +103,22 @@ def make_timer(loaded: Loaded, kernels: Kernels, requests: int, context: int, bl
     return RoundTimer(steps, weights, filled(state, requests, context, width), requests, block)
 
 
-def redrawn(pools: Any) -> Any:
-    """The pools with random numbers in place of zeros, which take less power: a GPU at its limit is faster on them.
-
-    Arrays of whole numbers stay as they are.
-    """
-    arrays, tree = jax.tree.flatten(pools)
-    keys = jax.random.split(jax.random.key(2), len(arrays))
-    return jax.tree.unflatten(tree, [_redrawn(key, x) for key, x in zip(keys, arrays, strict=True)])
-
-
-def _redrawn(key: Array, x: Array) -> Array:
-    if not jnp.issubdtype(x.dtype, jnp.floating):
-        return x
-    return jax.jit(_normal, out_shardings=x.sharding, donate_argnums=1, keep_unused=True)(key, x)
-
-
 def _normal(key: Array, old: Array) -> Array:
     return jax.random.normal(key, old.shape, old.dtype)
+
+
+def _normal_in_place(key: Array, old: Array) -> Array:
+    """Zeros take less power, and a GPU at its limit is faster on them."""
+    return jax.jit(_normal, out_shardings=old.sharding, donate_argnums=1, keep_unused=True)(key, old)
+
+
+def redrawn(arrays: Any, draw: Callable[[Array, Array], Array] = _normal_in_place) -> Any:
+    """A tree of arrays with draw(key, array) in the place of each; whole numbers stay as they are."""
+    leaves, tree = jax.tree.flatten(arrays)
+    keys = jax.random.split(jax.random.key(2), len(leaves))
+    drawn = [draw(key, x) if jnp.issubdtype(x.dtype, jnp.floating) else x
+             for key, x in zip(keys, leaves, strict=True)]  # fmt: skip
+    return jax.tree.unflatten(tree, drawn)
 
 
 def level(timer: RoundTimer, cost: ModelCost, rates: Rates, context: int) -> dict[str, Any]:
