@@ -34,6 +34,7 @@ from dflash_jax.benchmark.split import RoundTimer
 from dflash_jax.benchmark.synthetic import random_pair
 from dflash_jax.engine.build import Loaded
 from dflash_jax.ops import select
+from dflash_jax.params import normal
 
 ASKED = ("clocks.sm", "power.draw.instant", "clocks_event_reasons.sw_power_cap")
 EVERY_MS, TRAIN, SECONDS = 50, 20, 2.0
@@ -103,7 +104,7 @@ def product(k: int, n: int, kind: str) -> Callable[[], Any]:
     def draw(i: int, shape: tuple[int, int]) -> Array:
         if kind == "zeros":
             return jnp.zeros(shape, jnp.bfloat16)
-        return jax.random.normal(jax.random.key(i), shape, jnp.bfloat16)
+        return normal(jax.random.key(i), shape, jnp.bfloat16)
 
     rows, weights = draw(WEIGHTS, (ROWS, k)), [draw(i, (k, n)) for i in range(WEIGHTS)]
 

@@ -21,7 +21,7 @@ from dflash_jax.drafters.token_map import chosen_head
 from dflash_jax.engine.build import Loaded, draft_bytes_of_a_page
 from dflash_jax.engine.engine import Engine
 from dflash_jax.models import head_weight
-from dflash_jax.params import Params, device_bytes
+from dflash_jax.params import Params, device_bytes, normal
 
 REPEATS, IN_A_ROW = 8, 10
 COPY_BYTES = {"cpu": 1 << 27}
@@ -46,7 +46,7 @@ def measure_rates(dtype: Any) -> Rates:
     # In place, since fresh memory costs a CPU more than the copy does; negated, since a plain copy would be left out.
     copy_s = _best_s(lambda x: -x, jnp.ones(count, jnp.float32), in_a_row)
     # Of random numbers, which stay about as large: a GPU multiplies zeros at a higher clock.
-    square = jax.random.normal(jax.random.key(0), (side, side), dtype) / side**0.5
+    square = normal(jax.random.key(0), (side, side), dtype) / side**0.5
     product_s = _best_s(lambda pair: (pair[0], pair[0] @ pair[1]), (square, square + 0), in_a_row)
     return Rates(2 * 4 * count / copy_s, 2 * side**3 / product_s, str(jnp.dtype(dtype)))
 

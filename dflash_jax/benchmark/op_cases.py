@@ -13,6 +13,7 @@ from jax import Array
 
 from dflash_jax.ops import Kernels, SamplingRows, token_locations
 from dflash_jax.ops.shapes import DRAFT, PREFILL, VERIFY, Shape
+from dflash_jax.params import normal
 
 EPS, MASK_ID, STOP_IDS = 1e-6, 5, 16
 ENOUGH_BYTES = 1 << 28
@@ -102,7 +103,7 @@ class Draw:
 
     def normal(self, *size: int, dtype: Any = None) -> Array:
         self._key, own = jax.random.split(self._key)
-        return jax.random.normal(own, size, jnp.float32).astype(dtype or self.dtype)
+        return normal(own, size, dtype or self.dtype)
 
 
 def op_cases(shape: Shape, dtype: Any) -> list[OpCase]:

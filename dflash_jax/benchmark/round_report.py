@@ -29,6 +29,7 @@ from dflash_jax.errors import UserError
 from dflash_jax.llm import use_platform
 from dflash_jax.ops import Kernels, select
 from dflash_jax.ops.dispatch import backends
+from dflash_jax.params import normal
 from dflash_jax.state import init_state
 from dflash_jax.steps import StepConfig, Steps
 from dflash_jax.weights.turned import served_by
@@ -104,7 +105,7 @@ def make_timer(loaded: Loaded, kernels: Kernels, requests: int, context: int, bl
 
 
 def _normal(key: Array, old: Array) -> Array:
-    return jax.random.normal(key, old.shape, old.dtype)
+    return normal(key, old.shape, old.dtype)
 
 
 def _normal_in_place(key: Array, old: Array) -> Array:
