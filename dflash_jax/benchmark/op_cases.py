@@ -11,6 +11,7 @@ import jax
 import jax.numpy as jnp
 from jax import Array
 
+from dflash_jax.benchmark.split import shuffled_pages
 from dflash_jax.ops import Kernels, SamplingRows, token_locations
 from dflash_jax.ops.shapes import DRAFT, PREFILL, VERIFY, Shape
 from dflash_jax.params import normal
@@ -113,7 +114,7 @@ def op_cases(shape: Shape, dtype: Any) -> list[OpCase]:
 
 
 def page_table(shape: Shape) -> Array:
-    return jnp.arange(1, shape.num_pages, dtype=jnp.int32).reshape(shape.requests, shape.pages_per_slot)
+    return shuffled_pages(shape.requests, shape.pages_per_slot)
 
 
 def lengths(shape: Shape) -> Array:

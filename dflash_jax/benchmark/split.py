@@ -10,6 +10,7 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
+from jax import Array
 
 from dflash_jax.engine.engine import Engine
 from dflash_jax.state import DecodeState
@@ -41,7 +42,7 @@ def split_round(engine: Engine, requests: int, context: int) -> dict[str, float]
 def filled(state: DecodeState, requests: int, context: int, width: int) -> DecodeState:
     """`requests` live slots with `context` tokens each, in tables of `width` pages of their own."""
     slots = jnp.arange(requests)
-    table = jnp.arange(1, requests * width + 1, dtype=jnp.int32).reshape(requests, width)
+    table = shuffled_pages(requests, width)
     return dataclasses.replace(
         state,
         seq_len=state.seq_len.at[slots].set(context),
@@ -50,6 +51,12 @@ def filled(state: DecodeState, requests: int, context: int, width: int) -> Decod
         stop_ids=state.stop_ids.at[slots].set(-1),
         page_table=state.page_table.at[slots, :width].set(table),
     )
+
+
+def shuffled_pages(requests: int, width: int) -> Array:
+    """A page table int32 [requests, width] of pages 1 … requests · width in no order, as serving leaves them."""
+    pages = jax.random.permutation(jax.random.key(4), requests * width)
+    return (pages + 1).astype(jnp.int32).reshape(requests, width)
 
 
 @dataclasses.dataclass

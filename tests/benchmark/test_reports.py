@@ -14,6 +14,7 @@ from llm.pairs import FOLDER, compiling_lightly  # pyright: ignore[reportMissing
 from dflash_jax.benchmark import op_cases as cases
 from dflash_jax.benchmark.__main__ import main
 from dflash_jax.benchmark.round_report import make_timer, redrawn
+from dflash_jax.benchmark.split import shuffled_pages
 from dflash_jax.benchmark.synthetic import random_pair
 from dflash_jax.ops.dispatch import OPS, Kernels, select
 from dflash_jax.ops.shapes import REAL, TINY, VERIFY, ModelShape, Shape, find
@@ -150,6 +151,14 @@ def test_a_timed_round_reads_other_random_numbers_for_each_request(tiny):
     assert len({page.tobytes() for page in pages}) == len(pages) == 3 * len(arrays) > 6
     for x in arrays:
         assert 0.95 < float(x.std()) < 1.05 and abs(float(x.mean())) < 0.05
+
+
+def test_pages_of_timed_requests_are_in_no_order():
+    """Pages one after another in memory are not what serving has."""
+    table = np.asarray(shuffled_pages(3, 50))
+    assert table.shape == (3, 50) and table.dtype == np.int32
+    assert sorted(table.ravel().tolist()) == list(range(1, 151))
+    assert (np.diff(table, axis=1) == 1).mean() < 0.1
 
 
 def test_whole_numbers_of_a_cache_are_left_alone():
