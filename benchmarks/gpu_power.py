@@ -30,7 +30,6 @@ from record import record
 from round_profile import train
 
 from dflash_jax.benchmark.round_report import make_timer, redrawn
-from dflash_jax.benchmark.split import RoundTimer
 from dflash_jax.benchmark.synthetic import random_pair
 from dflash_jax.engine.build import Loaded
 from dflash_jax.ops import select
@@ -58,10 +57,9 @@ def main() -> None:
         loaded = made(pair)
         for requests in args.requests or [1, 8, 32]:
             timer = make_timer(loaded, kernels, requests, args.context, block)
-            begin = functools.partial(rewind, timer, args.context)
             name = f"round, {requests} x {block} rows over {args.context}, {kind}"
-            results.append(watched(name, timer.whole, begin))
-            del timer, begin  # the pools, before others are made
+            results.append(watched(name, timer.whole, timer.rewind))
+            del timer  # the pools, before others are made
         del loaded
     k, n = pair.config.hidden_size, 2 * pair.config.intermediate_size
     for kind in ("normal", "zeros"):
@@ -90,11 +88,6 @@ def uniform(pair: Loaded) -> Loaded:
 @jax.jit
 def _uniform(key: Array, x: Array) -> Array:
     return jax.random.uniform(key, x.shape, jnp.float32, -UNIFORM, UNIFORM).astype(x.dtype)
-
-
-def rewind(timer: RoundTimer, context: int) -> None:
-    """Gives the timer's requests `context` committed tokens again."""
-    timer.state = dataclasses.replace(timer.state, seq_len=timer.state.seq_len.at[timer.slots].set(context))
 
 
 def product(k: int, n: int, kind: str) -> Callable[[], Any]:

@@ -3,7 +3,8 @@
     python benchmarks/round_profile.py --preset qwen3-8b --requests 1 --context 1000 [--plain] [--kernels triton]
     python benchmarks/round_profile.py --preset smollm2-135m --name round-profile-smollm2-h200
 
-wall: milliseconds of a round in a train of 30, of which the last is waited for.  The kernels are those of 8 rounds
+wall: milliseconds of a round in a train of 30, of which the last is waited for; each train begins with `context`
+committed tokens anew.  The kernels are those of 8 rounds
 under JAX's profiler; busy is their sum, and gaps are the device's idle times between them.  XLA launches kernels one by
 one while it is profiled, not as a CUDA graph, so that gaps are at least those of a round as it is.
 """
@@ -47,13 +48,19 @@ def main() -> None:
     timer = make_timer(loaded, select(args.kernels, jax.default_backend()), args.requests, args.context, block)
     for _ in range(8):
         jax.block_until_ready(timer.whole())
-    found = {"wall_ms": statistics.median(train(timer.whole, TRAIN) for _ in range(REPEATS)), **profiled(timer)}
+    found = {"wall_ms": statistics.median(whole_train(timer) for _ in range(REPEATS)), **profiled(timer)}
     shape = f"{args.preset}, {args.requests} x {block} rows over {args.context}"
     print(f"{shape}: " + ", ".join(f"{key} {value:.3f}" for key, value in found.items() if key != "kernels"))
     for kernel in found["kernels"]:
         print(f"  {kernel['us']:8.1f} us {kernel['times']:6.1f} x  {kernel['name']}")
     if args.name:
         record(args.name, {"shape": shape, "plain": args.plain, "kernels": args.kernels, **found})
+
+
+def whole_train(timer: RoundTimer) -> float:
+    """Milliseconds of one of several rounds, with as many tokens committed as at first."""
+    timer.rewind()
+    return train(timer.whole, TRAIN)
 
 
 def train(launch: Callable[[], Any], rounds: int) -> float:
@@ -67,6 +74,7 @@ def train(launch: Callable[[], Any], rounds: int) -> float:
 
 def profiled(timer: RoundTimer) -> dict[str, Any]:
     """Busy and idle time of the device, and its kernels, for a round."""
+    timer.rewind()
     with tempfile.TemporaryDirectory() as folder:
         with jax.profiler.trace(folder):
             train(timer.whole, TRACED)

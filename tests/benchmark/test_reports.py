@@ -14,7 +14,7 @@ from llm.pairs import FOLDER, compiling_lightly  # pyright: ignore[reportMissing
 from dflash_jax.benchmark import op_cases as cases
 from dflash_jax.benchmark.__main__ import main
 from dflash_jax.benchmark.round_report import make_timer, redrawn
-from dflash_jax.benchmark.split import shuffled_pages
+from dflash_jax.benchmark.split import LAUNCHES, REPEATS, median_s, shuffled_pages
 from dflash_jax.benchmark.synthetic import random_pair
 from dflash_jax.ops.dispatch import OPS, Kernels, select
 from dflash_jax.ops.shapes import REAL, TINY, VERIFY, ModelShape, Shape, find
@@ -151,6 +151,25 @@ def test_a_timed_round_reads_other_random_numbers_for_each_request(tiny):
     assert len({page.tobytes() for page in pages}) == len(pages) == 3 * len(arrays) > 6
     for x in arrays:
         assert 0.95 < float(x.std()) < 1.05 and abs(float(x.mean())) < 0.05
+
+
+def test_a_timer_begins_anew_with_as_many_tokens(tiny):
+    """Rounds commit tokens: without it the last would be timed over more of them than the first."""
+    timer = make_timer(random_pair(tiny, "float32", True), select("xla", "cpu"), 3, 33, 8)
+    for _ in range(2):
+        timer.whole()
+    assert min(timer.state.seq_len[:3].tolist()) >= 33 + 2
+    assert timer.split().keys() == {"whole", "draft", "verify", "accept and commit"}
+    for _ in range(2):  # the copy that is kept is not donated
+        timer.rewind()
+        assert timer.state.seq_len[:3].tolist() == [33] * 3
+        timer.whole()
+
+
+def test_rows_of_launches_begin_with_begin():
+    calls: list[str] = []
+    median_s(lambda: calls.append("launch"), lambda: calls.append("begin"))
+    assert calls[0] == "launch" and calls[1:] == (["begin"] + ["launch"] * LAUNCHES[0]) * REPEATS
 
 
 def test_pages_of_timed_requests_are_in_no_order():
