@@ -29,7 +29,8 @@ from jax import Array
 from record import record
 from round_profile import train
 
-from dflash_jax.benchmark.round_report import make_timer, redrawn
+from dflash_jax.benchmark.drawn import redrawn
+from dflash_jax.benchmark.round_report import make_timer
 from dflash_jax.benchmark.synthetic import random_pair
 from dflash_jax.engine.build import Loaded
 from dflash_jax.ops import select

@@ -3,10 +3,10 @@
     python benchmarks/round_profile.py --preset qwen3-8b --requests 1 --context 1000 [--plain] [--kernels triton]
     python benchmarks/round_profile.py --preset smollm2-135m --name round-profile-smollm2-h200
 
-wall: milliseconds of a round in a train of 30, of which the last is waited for; each train begins with `context`
-committed tokens anew.  The kernels are those of 8 rounds
-under JAX's profiler; busy is their sum, and gaps are the device's idle times between them.  XLA launches kernels one by
-one while it is profiled, not as a CUDA graph, so that gaps are at least those of a round as it is.
+wall: milliseconds of a round in a train of 30, of which the last is waited for; each train begins with as many
+committed tokens.  The kernels are those of 8 rounds under JAX's profiler; busy is their sum, and gaps are the device's
+idle times between them.  XLA launches kernels one by one while it is profiled, not as a CUDA graph, so that gaps are at
+least those of a round as it is.
 """
 
 from __future__ import annotations

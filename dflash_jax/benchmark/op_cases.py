@@ -11,7 +11,7 @@ import jax
 import jax.numpy as jnp
 from jax import Array
 
-from dflash_jax.benchmark.split import shuffled_pages
+from dflash_jax.benchmark.drawn import shuffled_pages
 from dflash_jax.ops import Kernels, SamplingRows, token_locations
 from dflash_jax.ops.shapes import DRAFT, PREFILL, VERIFY, Shape
 from dflash_jax.params import normal
@@ -48,45 +48,34 @@ class OpCase:
     def launcher(self, kernels: Kernels, times: int = 1) -> Callable[[], Any]:
         """A function that launches one program with the op in it `times` times, each on arrays of its own.
 
-        So a chip's launch counts once, and no run finds in a cache what another read: the pools, or else the fresh
-        ones of the arguments, are there `times` times.  XLA makes one product of several with the same rows.
-        Pools are donated and handed on.
+        So a chip's launch counts once, and no run finds in a cache what another read: pools and the fresh ones of the
+        arguments are there `times` times.  XLA makes one product of several with the same rows.  Pools are donated and
+        handed on.
         """
         op = functools.partial(getattr(kernels, self.op), **self.options)
-        lead, rest = self._parted()
-        leads = tuple(jax.tree.map(jnp.copy, lead) for _ in range(times))
+        pools = [() if self.pools is None else (jax.tree.map(jnp.copy, self.pools),) for _ in range(times)]
+        own = [[jnp.copy(self.arguments[i]) for i in self.fresh] for _ in range(times)]
         # Numbers are constants of a kernel: they must not become arrays.
-        arrays = tuple(None if isinstance(value, float) else value for value in rest)
+        shared = [None if i in self.fresh or isinstance(x, float) else x for i, x in enumerate(self.arguments)]
 
-        def program(leads: Any, arrays: Any) -> Any:
-            given = [value if array is None else array for array, value in zip(arrays, rest, strict=True)]
-            return [op(*self._joined(lead, given)) for lead in leads]
+        def program(pools: Any, own: Any, shared: Any) -> list[Any]:
+            return [op(*pool, *self._given(fresh, shared)) for pool, fresh in zip(pools, own, strict=True)]
 
-        if self.pools is None:
-            compiled = jax.jit(program)
-            return lambda: compiled(leads, arrays)
-        in_place = jax.jit(program, donate_argnums=0)
+        compiled = jax.jit(program, donate_argnums=0)
 
-        def launch() -> Any:
-            nonlocal leads
-            leads = tuple(map(self.take, in_place(leads, arrays)))
-            return leads
+        def launch() -> list[Any]:
+            nonlocal pools
+            results = compiled(pools, own, shared)
+            if self.pools is not None:
+                pools = [(self.take(result),) for result in results]
+            return results
 
         return launch
 
-    def _parted(self) -> tuple[Any, list[Any]]:
-        """What each call has of its own, and the other arguments."""
-        if self.pools is not None:
-            return self.pools, list(self.arguments)
-        rest = [value for i, value in enumerate(self.arguments) if i not in self.fresh]
-        return tuple(self.arguments[i] for i in self.fresh), rest
-
-    def _joined(self, lead: Any, rest: list[Any]) -> list[Any]:
-        """All arguments again."""
-        if self.pools is not None:
-            return [lead, *rest]
-        own, others = iter(lead), iter(rest)
-        return [next(own if i in self.fresh else others) for i in range(len(self.arguments))]
+    def _given(self, fresh: list[Array], shared: list[Any]) -> list[Any]:
+        """All arguments of a call."""
+        own = dict(zip(self.fresh, fresh, strict=True))
+        return [own.get(i, x if shared[i] is None else shared[i]) for i, x in enumerate(self.arguments)]
 
     @property
     def times(self) -> int:
@@ -165,7 +154,7 @@ def _attention(op: str, shape: Shape, draw: Draw) -> OpCase:
     moved_bytes = committed * q.dtype.itemsize + 2 * q.nbytes + kv.nbytes
     return OpCase(
         op, (q, kv, pool(shape, draw), page_table(shape), lengths(shape)), moved_bytes, flops,
-        {"causal": shape.causal, "window": shape.window},
+        {"causal": shape.causal, "window": shape.window}, fresh=(0, 2),
     )  # fmt: skip
 
 
@@ -224,7 +213,7 @@ def kv_inject(shape: Shape, draw: Draw) -> OpCase:
     arguments = fused, weight, None, norms, EPS, *tables(shape), locations(shape)
     pools = tuple(pool(shape, draw) for _ in range(model.draft_layers))
     return OpCase("kv_inject", arguments, size_of(fused, weight, norms) + written, 2 * tokens * weight.size,
-                  pools=pools, take=lambda result: result)  # fmt: skip
+                  pools=pools, take=lambda result: result, fresh=(0, 1))  # fmt: skip
 
 
 def add_norm(shape: Shape, draw: Draw) -> OpCase:

@@ -7,20 +7,19 @@ from __future__ import annotations
 
 import argparse
 import dataclasses
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
 import jax
-import jax.numpy as jnp
-from jax import Array
 from rich.table import Table
 
 from dflash_jax.benchmark import record
 from dflash_jax.benchmark.ceiling import ModelCost, Rates, better, loaded_cost, measure_rates
+from dflash_jax.benchmark.drawn import redrawn
 from dflash_jax.benchmark.options import Parser, numbers, split_names
 from dflash_jax.benchmark.report import make_console
-from dflash_jax.benchmark.split import MOST_ROUNDS, PARTS, RoundTimer, filled
+from dflash_jax.benchmark.split import PARTS, RoundTimer, filled
 from dflash_jax.benchmark.synthetic import random_pair
 from dflash_jax.cache import make_pool
 from dflash_jax.drafters import NoDrafter, Weights
@@ -29,12 +28,12 @@ from dflash_jax.errors import UserError
 from dflash_jax.llm import use_platform
 from dflash_jax.ops import Kernels, select
 from dflash_jax.ops.dispatch import backends
-from dflash_jax.params import normal
 from dflash_jax.state import init_state
 from dflash_jax.steps import StepConfig, Steps
 from dflash_jax.weights.turned import served_by
 
 PAGE = 16
+ROOM_ROUNDS = 246  # of a request's table: attention is cut by the room, of which a served one has more than tokens
 DESCRIPTION = "A whole round at a preset's shape with random weights, its parts, and its ceiling."
 
 
@@ -92,7 +91,7 @@ def measure(
 
 
 def make_timer(loaded: Loaded, kernels: Kernels, requests: int, context: int, block: int) -> RoundTimer:
-    width = -(-(context + block * MOST_ROUNDS) // PAGE)
+    width = -(-(context + block * ROOM_ROUNDS) // PAGE)
     pages = requests * width + 1
     kv = make_pool(loaded.config, pages, PAGE, loaded.dtype, loaded.mesh)
     draft = loaded.drafter.init_cache(pages, PAGE, loaded.dtype, loaded.mesh)
@@ -102,24 +101,6 @@ def make_timer(loaded: Loaded, kernels: Kernels, requests: int, context: int, bl
     steps = Steps(StepConfig(loaded.config, loaded.drafter, PAGE, kernels), rounds_in_place(loaded))
     weights = served_by(loaded.weights, kernels)
     return RoundTimer(steps, weights, filled(state, requests, context, width), requests, block)
-
-
-def _normal(key: Array, old: Array) -> Array:
-    return normal(key, old.shape, old.dtype)
-
-
-def _normal_in_place(key: Array, old: Array) -> Array:
-    """Zeros take less power, and a GPU at its limit is faster on them."""
-    return jax.jit(_normal, out_shardings=old.sharding, donate_argnums=1, keep_unused=True)(key, old)
-
-
-def redrawn(arrays: Any, draw: Callable[[Array, Array], Array] = _normal_in_place) -> Any:
-    """A tree of arrays with draw(key, array) in the place of each; whole numbers stay as they are."""
-    leaves, tree = jax.tree.flatten(arrays)
-    keys = jax.random.split(jax.random.key(2), len(leaves))
-    drawn = [draw(key, x) if jnp.issubdtype(x.dtype, jnp.floating) else x
-             for key, x in zip(keys, leaves, strict=True)]  # fmt: skip
-    return jax.tree.unflatten(tree, drawn)
 
 
 def level(timer: RoundTimer, cost: ModelCost, rates: Rates, context: int) -> dict[str, Any]:

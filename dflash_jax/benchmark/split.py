@@ -10,15 +10,15 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
-from jax import Array
 
+from dflash_jax.benchmark.drawn import shuffled_pages
 from dflash_jax.engine.engine import Engine
 from dflash_jax.state import DecodeState
 from dflash_jax.steps import Steps, Verified
 
 REPEATS = 5
 LAUNCHES = 4, 16  # in a row, before the last is waited for: on CPU, and elsewhere, where a wait costs a launch
-MOST_ROUNDS = 3 * (max(LAUNCHES) * REPEATS + 2)  # that a timer commits: whole ones, those in parts, and launches alone
+MOST_ROUNDS = max(LAUNCHES) + 2  # that a timer commits before it rewinds
 PARTS = ("draft", "verify", "accept and commit")
 
 
@@ -53,12 +53,6 @@ def filled(state: DecodeState, requests: int, context: int, width: int) -> Decod
     )
 
 
-def shuffled_pages(requests: int, width: int) -> Array:
-    """A page table int32 [requests, width] of pages 1 … requests · width in no order, as serving leaves them."""
-    pages = jax.random.permutation(jax.random.key(4), requests * width)
-    return (pages + 1).astype(jnp.int32).reshape(requests, width)
-
-
 @dataclasses.dataclass
 class RoundTimer:
     """Rounds of slots 0 … requests − 1 of a state, which has room for them."""
@@ -89,12 +83,13 @@ class RoundTimer:
         whole_s = median_s(self.whole, self.rewind)
         if self.block == 1:
             return {"whole": whole_s}
-        draft_s = median_s(self.propose)
+        draft_s = median_s(self.propose, self.rewind)
         return {"whole": whole_s, "draft": draft_s, **self._after(self.propose())}
 
     def launch_s(self) -> float:
         """Seconds that the host takes to launch a round; the device waits for it only where that is the longer."""
         times = []
+        self.rewind()
         for _ in range(min(LAUNCHES)):
             start_s = time.perf_counter()
             packed = self.whole()
