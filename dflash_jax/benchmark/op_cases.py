@@ -32,7 +32,6 @@ class OpCase:
     """One call of an op.
 
     pools: arrays that the op updates in place, first among its arguments.  take: the updated pools out of its result.
-    fresh: which of the arguments are arrays of each call's own.
     moved_bytes: what has to be read and written; flops: multiplications and additions of matrix products.
     """
 
@@ -43,45 +42,45 @@ class OpCase:
     options: dict[str, Any] = dataclasses.field(default_factory=dict)
     pools: Any = None
     take: Callable[[Any], Any] = lambda result: None
-    fresh: tuple[int, ...] = (0,)
 
     def launcher(self, kernels: Kernels, times: int = 1) -> Callable[[], Any]:
         """A function that launches one program with the op in it `times` times, each on arrays of its own.
 
-        So a chip's launch counts once, and no run finds in a cache what another read: pools and the fresh ones of the
-        arguments are there `times` times.  XLA makes one product of several with the same rows.  Pools are donated and
-        handed on.
+        So a chip's launch counts once, no run finds in a cache what another read, and XLA does not make one product of
+        several.  Pools are donated and handed on.
         """
         op = functools.partial(getattr(kernels, self.op), **self.options)
-        pools = [() if self.pools is None else (jax.tree.map(jnp.copy, self.pools),) for _ in range(times)]
-        own = [[jnp.copy(self.arguments[i]) for i in self.fresh] for _ in range(times)]
+        pools = [() if self.pools is None else (_copied(self.pools),) for _ in range(times)]
         # Numbers are constants of a kernel: they must not become arrays.
-        shared = [None if i in self.fresh or isinstance(x, float) else x for i, x in enumerate(self.arguments)]
+        own = [[None if isinstance(x, float) else _copied(x) for x in self.arguments] for _ in range(times)]
 
-        def program(pools: Any, own: Any, shared: Any) -> list[Any]:
-            return [op(*pool, *self._given(fresh, shared)) for pool, fresh in zip(pools, own, strict=True)]
+        def program(pools: Any, own: Any) -> list[Any]:
+            return [op(*pool, *self._given(arrays)) for pool, arrays in zip(pools, own, strict=True)]
 
         compiled = jax.jit(program, donate_argnums=0)
 
         def launch() -> list[Any]:
             nonlocal pools
-            results = compiled(pools, own, shared)
+            results = compiled(pools, own)
             if self.pools is not None:
                 pools = [(self.take(result),) for result in results]
             return results
 
         return launch
 
-    def _given(self, fresh: list[Array], shared: list[Any]) -> list[Any]:
+    def _given(self, arrays: list[Any]) -> list[Any]:
         """All arguments of a call."""
-        own = dict(zip(self.fresh, fresh, strict=True))
-        return [own.get(i, x if shared[i] is None else shared[i]) for i, x in enumerate(self.arguments)]
+        return [number if array is None else array for array, number in zip(arrays, self.arguments, strict=True)]
 
     @property
     def times(self) -> int:
         """How often a program should have it, to be longer than its launch and to leave a chip's caches behind."""
         size = max(self.moved_bytes, sum(x.nbytes for x in jax.tree.leaves(self.pools)))
         return max(2, min(32, ENOUGH_BYTES // size))
+
+
+def _copied(tree: Any) -> Any:
+    return jax.tree.map(jnp.copy, tree)
 
 
 class Draw:
@@ -154,7 +153,7 @@ def _attention(op: str, shape: Shape, draw: Draw) -> OpCase:
     moved_bytes = committed * q.dtype.itemsize + 2 * q.nbytes + kv.nbytes
     return OpCase(
         op, (q, kv, pool(shape, draw), page_table(shape), lengths(shape)), moved_bytes, flops,
-        {"causal": shape.causal, "window": shape.window}, fresh=(0, 2),
+        {"causal": shape.causal, "window": shape.window},
     )  # fmt: skip
 
 
@@ -213,7 +212,7 @@ def kv_inject(shape: Shape, draw: Draw) -> OpCase:
     arguments = fused, weight, None, norms, EPS, *tables(shape), locations(shape)
     pools = tuple(pool(shape, draw) for _ in range(model.draft_layers))
     return OpCase("kv_inject", arguments, size_of(fused, weight, norms) + written, 2 * tokens * weight.size,
-                  pools=pools, take=lambda result: result, fresh=(0, 1))  # fmt: skip
+                  pools=pools, take=lambda result: result)  # fmt: skip
 
 
 def add_norm(shape: Shape, draw: Draw) -> OpCase:
@@ -233,7 +232,7 @@ def product_case(requests: int, rows: int, k: int, hidden: int, draw: Draw) -> O
     x, y = draw.normal(requests, rows, hidden), draw.normal(requests, rows, k)
     w, norm = draw.normal(k, hidden), draw.normal(hidden)
     moved_bytes = 3 * x.nbytes + size_of(y, w, norm)
-    return OpCase("project_add_norm", (x, y, w, norm, EPS), moved_bytes, 2 * requests * rows * w.size, fresh=(0, 1, 2))
+    return OpCase("project_add_norm", (x, y, w, norm, EPS), moved_bytes, 2 * requests * rows * w.size)
 
 
 def project(shape: Shape, draw: Draw) -> OpCase:
@@ -242,14 +241,14 @@ def project(shape: Shape, draw: Draw) -> OpCase:
     y = draw.normal(shape.requests, shape.rows, model.hidden)
     w = draw.normal(model.hidden, model.kv_heads, model.group + 2, model.head_dim)
     moved_bytes = size_of(y, w) + tokens * w.size // model.hidden * w.dtype.itemsize
-    return OpCase("project", (y, w), moved_bytes, 2 * tokens * w.size, fresh=(0, 1))
+    return OpCase("project", (y, w), moved_bytes, 2 * tokens * w.size)
 
 
 def gated_product(shape: Shape, draw: Draw) -> OpCase:
     model, tokens = shape.model, shape.requests * shape.rows
     y, gate_up = draw.normal(shape.requests, shape.rows, model.hidden), draw.normal(model.hidden, 2, model.ffn)
     moved_bytes = size_of(y, gate_up) + tokens * model.ffn * y.dtype.itemsize
-    return OpCase("gated_product", (y, gate_up), moved_bytes, 2 * tokens * gate_up.size, fresh=(0, 1))
+    return OpCase("gated_product", (y, gate_up), moved_bytes, 2 * tokens * gate_up.size)
 
 
 def head_logits(shape: Shape, draw: Draw) -> OpCase:
