@@ -99,7 +99,8 @@ def attention_tiles(
 def rule_of_thumb(load: Load) -> Cut:
     if load.float32:
         return Cut(min(power_of_two(load.lanes), 32), 32, warps=4, stages=2, programs=PROGRAMS)
-    return Cut(min(power_of_two(load.lanes), 64), 64, warps=4, stages=3, programs=PROGRAMS)
+    tokens = 64 if load.head_dim <= 128 else 32  # an A100 has not the memory for three steps of 64 that wide
+    return Cut(min(power_of_two(load.lanes), 64), tokens, warps=4, stages=3, programs=PROGRAMS)
 
 
 def tuned(load: Load, chip: str | None) -> Cut | None:

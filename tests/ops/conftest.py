@@ -17,7 +17,7 @@ HOSTED = "triton, interpreted"
 # Each program of a grid takes milliseconds.
 HOSTED_IN = (
     "test_accept", "test_block", "test_head", "test_attention", "test_projected", "test_top_tokens", "test_norm",
-    "test_products",
+    "test_products", "test_write",
 )  # fmt: skip
 NATIVE_IN = ("test_attention", "test_projected", "test_norm")  # all other ops are XLA's; its products: test_native
 

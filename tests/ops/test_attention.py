@@ -88,6 +88,7 @@ def test_each_shape(kernels: Kernels, shape: Shape, dtype):
         (16, 2, 2, True, None), (16, 2, 2, False, 1), (16, 4, 1, True, 1), (16, 2, 1, True, 40), (16, 2, 1, False, 6),
         (64, 4, 2, False, None), (64, 4, 2, True, 6), (80, 4, 1, True, None), (80, 4, 1, False, 40),
         (128, 4, 2, False, None), (128, 4, 2, True, 6),
+        (192, 2, 1, True, None), (256, 4, 2, True, 6), (256, 2, 1, False, None),
     ],
 )  # fmt: skip
 def test_heads_windows_and_lengths_at_every_boundary(kernels, head_dim, heads, kv_heads, causal, window):

@@ -11,7 +11,7 @@ import pytest
 from dflash_jax.benchmark.op_cases import OpCase, op_cases
 from dflash_jax.ops.dispatch import Kernels
 from dflash_jax.ops.kernel_packages import kernel_module, kernel_names
-from dflash_jax.ops.shapes import find
+from dflash_jax.ops.shapes import PREFILL, VERIFY, ModelShape, Shape, find
 from ops.triton_host import SHARED_BYTES, Launch, recording, with_triton
 
 pytestmark = [
@@ -52,6 +52,21 @@ def test_every_kernel_compiles(chip: int):
         made = one.compile(chip)
         assert f".target sm_{chip}" in made.asm["ptx"] and made.asm["cubin"]
         assert made.metadata.shared <= SHARED_BYTES[chip], (one.kernel, one.constants)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("head_dim", [192, 256])
+@pytest.mark.parametrize("dtype", [jnp.bfloat16, jnp.float32])
+def test_wide_heads_fit_the_least_memory(head_dim: int, dtype: type):
+    """Of an A100's multiprocessor: blocks and prefill chunks."""
+    model = ModelShape("wide", 512, 1024, 8, 2, head_dim, 256, 16, 2, 2)
+    shapes = Shape(model, VERIFY, 4, 16, 2048), Shape(model, PREFILL, 4, 512, 2048)
+    cases = [case for shape in shapes for case in op_cases(shape, dtype) if "attention" in case.op]
+    with recording() as found:
+        jax.eval_shape(lambda: [call(case) for case in cases])
+    assert any(one.kernel.fn.__name__ == "attend" for one in found)
+    for one in found:
+        assert one.compile(80).metadata.shared <= SHARED_BYTES[80], (one.kernel, one.constants)
 
 
 def test_the_head_in_float32_compiles():
